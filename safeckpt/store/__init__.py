@@ -1,0 +1,30 @@
+"""Files in one directory: their names, how they appear, how they go, and who may do it. Knows nothing of tensors."""
+
+from safeckpt.store.commit import commit
+from safeckpt.store.directory import Aside, CheckpointDirectory
+from safeckpt.store.events import EventLog
+from safeckpt.store.lock import WriterLock
+from safeckpt.store.retention import (
+    Best,
+    KeepBest,
+    KeepEvery,
+    KeepLast,
+    Policy,
+    asides_to_prune,
+    to_prune,
+)
+
+__all__ = [
+    "Aside",
+    "Best",
+    "CheckpointDirectory",
+    "EventLog",
+    "KeepBest",
+    "KeepEvery",
+    "KeepLast",
+    "Policy",
+    "WriterLock",
+    "asides_to_prune",
+    "commit",
+    "to_prune",
+]

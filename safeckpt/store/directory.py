@@ -1,0 +1,189 @@
+"""The files of one run in one directory. What the listing shows is the truth: there is no index beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TypeVar
+
+from safeckpt.errors import SafeckptWarning, StepExistsError
+from safeckpt.store import disk, names
+from safeckpt.store.commit import commit
+from safeckpt.store.events import EventLog
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+__all__ = ["Aside", "CheckpointDirectory"]
+
+T = TypeVar("T")
+
+
+class Aside(NamedTuple):
+    """A checkpoint of a timeline that was left.
+
+    Attributes:
+        step: Its step.
+        path: Where it is now.
+    """
+
+    step: int
+    path: Path
+
+
+class CheckpointDirectory:
+    """Lists, commits, removes and sets aside the checkpoints of one directory.
+
+    Everything that changes the directory expects its writer lock to be held. Listing needs no lock: a file that is
+    there is whole, and one that is removed while somebody reads it stays readable through the open handle.
+
+    Attributes:
+        path: The directory, absolute, so that a change of the working directory moves nothing.
+        events: The run's history in it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).absolute()
+        self.events = EventLog(self.path / names.EVENTS)
+
+    def create(self) -> None:
+        """Make the directory and its missing parents, durably; one that is there is left as it is.
+
+        Raises:
+            OSError: It cannot be made, or something else has its name.
+        """
+        missing = []
+        place = self.path
+        while not place.is_dir():
+            missing.append(place)
+            place = place.parent
+        for place in reversed(missing):
+            try:
+                disk.make_directory(place)
+            except FileExistsError:
+                if not place.is_dir():
+                    raise
+            # A checkpoint is only as durable as every name on the way to it.
+            with disk.open_directory(place.parent) as parent:
+                disk.sync_directory(parent)
+
+    def steps(self) -> list[int]:
+        """Return the steps that have a file, good or not, ascending; none when there is no directory.
+
+        Raises:
+            OSError: The directory is there and cannot be read, which is not the same as being empty.
+        """
+        return sorted(step for name in self._names() if (step := names.parse_step(name)) is not None)
+
+    def asides(self) -> list[Aside]:
+        """Return the checkpoints that were set aside, by step and then by age.
+
+        Raises:
+            OSError: The directory is there and cannot be read.
+        """
+        found = [(parsed, name) for name in self._names() if (parsed := names.parse_aside(name)) is not None]
+        return [Aside(parsed[0], self.path / name) for parsed, name in sorted(found)]
+
+    def path_of(self, step: int) -> Path:
+        """Return the path of a step's checkpoint, whether it is there or not."""
+        return self.path / names.step_name(step)
+
+    def commit_step(
+        self,
+        step: int,
+        write: Callable[[BinaryIO], T],
+        *,
+        check: Callable[[BinaryIO], None] | None = None,
+        size_bytes: int | None = None,
+    ) -> T:
+        """Commit the checkpoint of a step, as `safeckpt.store.commit.commit` does.
+
+        Raises:
+            StepExistsError: The step has a file already, good or not; it is untouched.
+        """
+        path = self.path_of(step)
+        if os.path.lexists(path):
+            raise StepExistsError(step=step, path=path)
+        return commit(path, write, check=check, step=step, size_bytes=size_bytes)
+
+    def remove(self, step: int) -> bool:
+        """Delete a step's checkpoint and return whether it is gone; what stands in the way is a warning."""
+        return self._remove(self.path_of(step))
+
+    def remove_aside(self, aside: Aside) -> bool:
+        """Delete a set-aside checkpoint and return whether it is gone; what stands in the way is a warning."""
+        if names.parse_aside(aside.path.name) is None or aside.path.parent != self.path:
+            raise ValueError(f"{aside.path} is not a set-aside checkpoint of {self.path}")
+        return self._remove(aside.path)
+
+    def set_aside(self, steps: Iterable[int]) -> list[Path]:
+        """Rename checkpoints so that they are never latest and in nobody's way, durably.
+
+        To be called before the first file of the new timeline is written. Interrupted half-way it can be called again;
+        what keeps its name until then is still a consistent start of the old timeline.
+
+        Args:
+            steps: Steps that have a file; one that has none any more is passed over.
+
+        Returns:
+            The new paths, highest step first.
+
+        Raises:
+            OSError: Not all were renamed, or not durably.
+        """
+        # Highest first: the steps that a crash leaves are then those that one run saved one after the other.
+        ordered = sorted(steps, reverse=True)
+        if not ordered:
+            return []
+        taken = {parsed for name in disk.listing(self.path) if (parsed := names.parse_aside(name)) is not None}
+        moved = []
+        with disk.open_directory(self.path) as directory:
+            for step in ordered:
+                number = 1 + max((number for other, number in taken if other == step), default=0)
+                path = self.path / names.aside_name(step, number)
+                with contextlib.suppress(FileNotFoundError):  # somebody else deleted it: it is in nobody's way
+                    disk.replace(self.path_of(step), path)
+                    moved.append(path)
+            disk.sync_directory(directory)
+        return moved
+
+    def sweep(self) -> list[str]:
+        """Delete the temporary checkpoints that dead writers left and return their names.
+
+        To be called when the writer lock has been taken. A temporary file in use, also by somebody who saves into this
+        directory without the lock, is left alone. What cannot be deleted is a warning.
+        """
+        swept = []
+        for name in sorted(self._names()):
+            final = names.temp_final(name)
+            if final is None or names.parse_step(final) is None:
+                continue
+            try:
+                if disk.unlink_unclaimed(self.path / name):
+                    swept.append(name)
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                _warn(f"The stale temporary file {self.path / name} could not be deleted: {error}.")
+        return swept
+
+    def _names(self) -> list[str]:
+        try:
+            return disk.listing(self.path)
+        except FileNotFoundError:
+            return []
+
+    def _remove(self, path: Path) -> bool:
+        try:
+            with contextlib.suppress(FileNotFoundError):  # somebody else deleted it: all the better
+                disk.unlink(path)
+        except OSError as error:
+            _warn(f"{path} is no longer needed and could not be deleted: {error}. It is tried again at the next save.")
+            return False
+        return True
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, SafeckptWarning, stacklevel=4)

@@ -1,0 +1,240 @@
+"""The seam between the store and the operating system: every call that touches a file system, one function each.
+
+Callers always go through the module (``disk.replace(...)``), never through an imported name. A test that replaces
+the functions named in ``__all__`` therefore sees every operation in order, with its data, and can make any one fail.
+"""
+
+# The system calls under their own names, where pathlib has others:
+# ruff: noqa: PTH102, PTH105, PTH108, PTH112, PTH123, PTH208
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import errno
+import os
+import sys
+import time
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, cast
+
+if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Self
+
+if sys.platform != "win32":
+    import fcntl
+
+__all__ = [
+    "append",
+    "claim",
+    "close",
+    "create",
+    "listing",
+    "make_directory",
+    "open_directory",
+    "replace",
+    "sync",
+    "sync_directory",
+    "unlink",
+    "unlink_unclaimed",
+    "write",
+]
+
+_CLOEXEC = getattr(os, "O_CLOEXEC", 0)
+_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
+_BINARY = getattr(os, "O_BINARY", 0)
+
+# A virus scanner or a reader may hold the target open for a moment; only Windows refuses the replace for that.
+_REPLACE_WAITS_SECONDS = (0.01, 0.05, 0.2, 0.5) if sys.platform == "win32" else ()
+
+# What a file system answers that has no sync for directories at all (some network and FUSE ones), fsync(2).
+_NO_DIRECTORY_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP})
+
+
+class Handle:
+    """An open descriptor that is closed with this object, even when an interrupt loses the object.
+
+    Attributes:
+        path: What was opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptors: list[int] = []
+        # Not __del__: that runs for a closed handle as well, and Python swallows a Ctrl-C that arrives in it.
+        self._finalizer = weakref.finalize(self, _close_all, self._descriptors)
+        self._finalizer.atexit = False  # a save in another thread may still be under way
+
+    def open(self, flags: int) -> None:
+        """Open the path with these flags; a file that this creates gets ``0666 & ~umask``."""
+        # One call into C: a signal handler cannot raise between the open and the moment the number is kept.
+        self._descriptors.extend(map(os.open, (self.path,), (flags | _CLOEXEC,), (0o666,)))
+
+    def duplicate(self, descriptor: int) -> None:
+        """Hold a second descriptor of an open file."""
+        self._descriptors.extend(map(os.dup, (descriptor,)))
+
+    def fileno(self) -> int:
+        """Return the descriptor."""
+        if not self._descriptors:
+            raise ValueError(f"{self.path} is not open")
+        return self._descriptors[0]
+
+    def close(self) -> None:
+        """Close the descriptor; nothing was written through it, so a failure has nothing to say."""
+        with contextlib.suppress(OSError):
+            _close_all(self._descriptors)
+        self._finalizer.detach()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def _close_all(descriptors: list[int]) -> None:
+    # One call into C again: what is popped is closed.
+    collections.deque(map(os.close, map(descriptors.pop, (-1,) * len(descriptors))), maxlen=0)
+
+
+def listing(directory: Path) -> list[str]:
+    """Return the names in a directory, in no order."""
+    return os.listdir(directory)
+
+
+def make_directory(path: Path) -> None:
+    """Make one directory; its parent is not synced."""
+    os.mkdir(path)
+
+
+def open_directory(path: Path) -> Handle:
+    """Open a directory for `sync_directory`.
+
+    Raises:
+        OSError: Missing, not a directory, or not readable.
+    """
+    handle = Handle(path)
+    if sys.platform != "win32":  # Windows has no descriptors of directories, and logs its renames
+        handle.open(os.O_RDONLY | os.O_DIRECTORY)
+    elif not os.path.isdir(path):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    return handle
+
+
+def sync_directory(directory: Handle) -> bool:
+    """Make the names in a directory durable; return False where the file system offers no such thing."""
+    if sys.platform == "win32":
+        return True
+    try:
+        os.fsync(directory.fileno())
+    except OSError as error:
+        if error.errno in _NO_DIRECTORY_SYNC:
+            return False
+        raise
+    return True
+
+
+def create(path: Path) -> BinaryIO:
+    """Create a file that did not exist, unbuffered, for writing and reading back; mode is ``0666 & ~umask``."""
+    # tempfile's 0600 would hide the checkpoint from the group.
+    return cast("BinaryIO", open(path, "x+b", buffering=0))
+
+
+def claim(file: BinaryIO) -> Handle | None:
+    """Mark an open file as belonging to a live process, until the handle is closed or the process is gone.
+
+    Returns:
+        The claim, or None when another process took the file for a dead one's in the moment since its creation.
+    """
+    handle = Handle(Path(file.name))
+    if sys.platform != "win32":
+        # On a descriptor of its own, so that it outlives the file's close and lasts until the rename.
+        handle.duplicate(file.fileno())
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return None
+        except OSError:
+            return handle  # no locks on this file system: unlink_unclaimed removes nothing there
+        if os.fstat(file.fileno()).st_nlink == 0:
+            return None
+    return handle
+
+
+def write(file: BinaryIO, data: memoryview) -> int:
+    """Write once and return the number of bytes taken, which may be fewer than given."""
+    return file.write(data)
+
+
+def sync(file: BinaryIO) -> None:
+    """Make a file's content durable. After a failure the kernel may have dropped the data: never call it again."""
+    if sys.platform == "darwin":
+        # fsync there leaves the data in the drive's cache, fsync(2).
+        try:
+            fcntl.fcntl(file, fcntl.F_FULLFSYNC)
+        except OSError as error:
+            if error.errno not in {errno.ENOTSUP, errno.EINVAL, errno.ENOTTY}:
+                raise
+        else:
+            return
+    os.fsync(file.fileno())
+
+
+def close(file: BinaryIO) -> None:
+    """Close a file; some file systems (NFS, quotas) report a failed write only here."""
+    file.close()
+
+
+def replace(source: Path, target: Path) -> None:
+    """Give a file another name in the same directory, atomically, replacing what had that name."""
+    for wait_seconds in _REPLACE_WAITS_SECONDS:
+        try:
+            os.replace(source, target)
+        except PermissionError:
+            time.sleep(wait_seconds)
+        else:
+            return
+    os.replace(source, target)
+
+
+def unlink(path: Path) -> None:
+    """Delete a file."""
+    os.unlink(path)
+
+
+def unlink_unclaimed(path: Path) -> bool:
+    """Delete a file unless a live process has a `claim` on it; return whether it was deleted.
+
+    Raises:
+        OSError: It could not be opened or deleted, or the file system has no locks to tell.
+    """
+    with Handle(path) as handle:
+        if sys.platform != "win32":  # there, a file that is open cannot be deleted
+            handle.open(os.O_RDWR | os.O_NONBLOCK | _NOFOLLOW)
+            try:
+                fcntl.flock(handle.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+        os.unlink(path)
+    return True
+
+
+def append(path: Path, line: bytes) -> None:
+    """Append one line to a file, in one write; a cut line before it is ended first.
+
+    Raises:
+        OSError: Nothing, or a part of the line that the next call will end, was written.
+    """
+    with Handle(path) as handle:
+        handle.open(os.O_RDWR | os.O_APPEND | os.O_CREAT | _BINARY)
+        descriptor = handle.fileno()
+        end = os.lseek(descriptor, 0, os.SEEK_END)
+        if end:
+            os.lseek(descriptor, end - 1, os.SEEK_SET)
+            if os.read(descriptor, 1) != b"\n":
+                line = b"\n" + line
+        if os.write(descriptor, line) != len(line):
+            raise OSError(errno.ENOSPC, "only a part of the line was written", str(path))

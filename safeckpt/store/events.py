@@ -1,0 +1,90 @@
+"""History of a run, one JSON object a line, for people and their tools. No decision is ever taken from it."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import math
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from safeckpt.errors import SafeckptWarning
+from safeckpt.store import disk
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["EventLog"]
+
+
+class EventLog:
+    """An append-only file of events.
+
+    An event is written with one call, so that a crash can cut only the last line; the next event then starts on a
+    line of its own. Events are not synced: a power loss may take the last ones.
+
+    Attributes:
+        path: The file; made by the first event. Its directory has to exist by then.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def append(self, kind: str, /, *, step: int | None = None, **data: object) -> bool:
+        """Add an event and return whether it was written.
+
+        What the system refuses is a `SafeckptWarning`, never an error: a full disk must not turn a save that
+        succeeded into one that failed.
+
+        Args:
+            kind: What happened, in one word.
+            step: The step it is about.
+            data: More about it. NaN and infinities become strings that ``float`` reads, since JSON has no word for
+                them; a value that JSON does not know becomes its ``str``.
+        """
+        record: dict[str, object] = {"time": _now(), "kind": kind}
+        if step is not None:
+            record["step"] = step
+        for name, value in data.items():
+            record.setdefault(name, _plain(value))
+        line = json.dumps(record, ensure_ascii=False, default=str).encode(errors="backslashreplace") + b"\n"
+        try:
+            disk.append(self.path, line)
+        except OSError as error:
+            warnings.warn(f"The event {kind!r} is not in {self.path}: {error}.", SafeckptWarning, stacklevel=2)
+            return False
+        return True
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return every event, oldest first; a line that is not whole is passed over. None when there is no file.
+
+        Raises:
+            OSError: The file is there and cannot be read.
+        """
+        try:
+            lines = self.path.read_bytes().split(b"\n")
+        except FileNotFoundError:
+            return []
+        return [record for line in lines if (record := _parse(line)) is not None]
+
+
+def _now() -> str:
+    return dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, dict):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:  # a cut line, or bytes that are not UTF-8
+        return None
+    return record if isinstance(record, dict) else None

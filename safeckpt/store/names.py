@@ -1,0 +1,113 @@
+"""Builds and parses every file name that the library owns. Nothing else is ever renamed, swept or deleted.
+
+::
+
+    checkpoint   step-{digits}.pt              digits: the step, padded with zeros to 8, no other leading zero
+    set aside    aside-{digits}.{number}.pt    number: 1, 2, ... without leading zeros
+    temporary    .{final}.{16 hex}.tmp         final: the name it will get, shortened when that would be too long
+    writer       .writer.lock                  who holds it: .writer.json
+    history      events.jsonl
+
+A name is parsed whole and as ASCII: ``step-100.pt``, ``step-000000100.pt``, ``step-00000100.pt.bak`` and
+``Step-00000100.pt`` are somebody else's. So renaming a checkpoint is a way to keep it for good.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import secrets
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = [
+    "EVENTS",
+    "HOLDER",
+    "LOCK",
+    "aside_name",
+    "parse_aside",
+    "parse_step",
+    "step_name",
+    "temp_final",
+    "temp_name",
+    "temps_of",
+]
+
+LOCK = ".writer.lock"
+HOLDER = ".writer.json"
+EVENTS = "events.jsonl"
+
+_DIGITS = r"([0-9]{8}|[1-9][0-9]{8,})"
+_STEP = re.compile(rf"step-{_DIGITS}\.pt")
+_ASIDE = re.compile(rf"aside-{_DIGITS}\.([1-9][0-9]*)\.pt")
+_TEMP = re.compile(r"\.(.+)\.[0-9a-f]{16}\.tmp", re.DOTALL)
+
+_TEMP_EXTRA_BYTES = len(".." + 16 * "f" + ".tmp")
+# eCryptfs allows 143 bytes in a name, the least in common use; a file system that takes a longer final name
+# takes a temporary one of that length too.
+_ALWAYS_ALLOWED_BYTES = 143
+
+
+def _check_step(step: int) -> int:
+    if isinstance(step, bool) or not isinstance(step, int):
+        raise TypeError(f"step must be an int, not {type(step).__name__}")
+    if step < 0:
+        raise ValueError(f"step must be 0 or more, not {step}")
+    return step
+
+
+def step_name(step: int) -> str:
+    """Return the file name of a step's checkpoint.
+
+    Example:
+        >>> step_name(1200)
+        'step-00001200.pt'
+    """
+    return f"step-{_check_step(step):08d}.pt"
+
+
+# A listing is parsed at every save and hardly changes: looking a name up again costs a tenth of matching it.
+@functools.lru_cache(maxsize=1 << 16)
+def parse_step(name: str) -> int | None:
+    """Return the step of a checkpoint's file name, None for any other name."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def aside_name(step: int, number: int) -> str:
+    """Return the name of the number-th checkpoint of a step that was set aside."""
+    return f"aside-{_check_step(step):08d}.{number}.pt"
+
+
+def parse_aside(name: str) -> tuple[int, int] | None:
+    """Return (step, number) of a set-aside checkpoint's name, None for any other name."""
+    match = _ASIDE.fullmatch(name)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def _shortened(final: str) -> str:
+    limit = max(len(os.fsencode(final)), _ALWAYS_ALLOWED_BYTES) - _TEMP_EXTRA_BYTES
+    while len(os.fsencode(final)) > limit:  # whole characters: some file systems refuse half a UTF-8 sequence
+        final = final[:-1]
+    return final
+
+
+def temp_name(final: str) -> str:
+    """Return a new random temporary name for a file that will be called `final`."""
+    return f".{_shortened(final)}.{secrets.token_hex(8)}.tmp"
+
+
+def temp_final(name: str) -> str | None:
+    """Return the final name inside a temporary name, None for any other name."""
+    match = _TEMP.fullmatch(name)
+    return match[1] if match else None
+
+
+def temps_of(final: str, listing: Iterable[str]) -> list[str]:
+    """Return the temporary names in a listing that were made for `final`."""
+    shortened = _shortened(final)
+    start = f".{shortened}."
+    return [name for name in listing if name.startswith(start) and temp_final(name) == shortened]
