@@ -1,0 +1,18 @@
+"""Payload <-> bytes of one file: encode, write, checksum, read, verify."""
+
+from safeckpt.file.encode import encode
+from safeckpt.file.read import CheckpointFile, open_file, verify
+from safeckpt.file.report import FileReport
+from safeckpt.file.trailer import FORMAT_VERSION
+from safeckpt.file.write import WrittenFile, write_file
+
+__all__ = [
+    "FORMAT_VERSION",
+    "CheckpointFile",
+    "FileReport",
+    "WrittenFile",
+    "encode",
+    "open_file",
+    "verify",
+    "write_file",
+]

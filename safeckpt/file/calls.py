@@ -1,0 +1,158 @@
+"""What a pickle may call, and with what.
+
+``weights_only`` decides which functions may be called; some of them allocate whatever their arguments say. Here the
+arguments are looked at as well: a tensor must lie inside its storage, memory must be paid for by bytes of the file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Final
+
+import torch
+
+__all__ = ["MOST_DEPTH", "Claim", "PickleError", "Value", "depth_of", "result_of", "storage_dtype"]
+
+MOST_DEPTH: Final = 1000  # of nesting; Python hashes and frees nested tuples by recursion on the C stack
+
+
+class PickleError(Exception):
+    """A pickle that a safe load would refuse, or not survive."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a pickle says about a storage.
+
+    Attributes:
+        key: Name of the record, ``data/<key>``.
+        dtype: Element type.
+        numel: Number of elements.
+        location: Device tag.
+    """
+
+    key: str
+    dtype: torch.dtype
+    numel: int
+    location: str
+
+    @property
+    def nbytes(self) -> int:
+        """Length that the record must have."""
+        return self.numel * torch._utils._element_size(self.dtype)
+
+
+class Value:
+    """Stands for an object that would be built.
+
+    Attributes:
+        kind: "tuple", "list", "dict", "set", "global", "storage", or the full name of what was called.
+        depth: Levels of nesting in it.
+        cost: Steps that hashing it takes; a shared part counts each time, since a hash is not remembered.
+        items: Elements of a tuple or a list.
+        of: The name of a global, the claim of a storage.
+    """
+
+    __slots__ = ("cost", "depth", "items", "kind", "of")
+
+    def __init__(self, kind: str, depth: int = 1, cost: int = 1, items: Any = (), of: Any = None) -> None:
+        self.kind = kind
+        self.depth = depth
+        self.cost = cost
+        self.items = items
+        self.of = of
+
+
+def depth_of(value: Any) -> int:
+    """Return the levels of nesting of a value."""
+    return value.depth if type(value) is Value else 0
+
+
+def _items(value: Any) -> tuple[Any, ...] | None:
+    return value.items if type(value) is Value and value.kind == "tuple" else None
+
+
+def storage_dtype(name: str) -> torch.dtype | None:
+    """Return the element type of a storage class by its full name, None when it is no storage class."""
+    module, _, kind = name.rpartition(".")
+    if name == "torch.storage.UntypedStorage":
+        return torch.uint8
+    if module not in ("torch", "torch.cuda") or not kind.endswith("Storage"):
+        return None
+    return torch.storage._storage_type_to_dtype_map().get(kind)
+
+
+def result_of(name: str, args: tuple[Any, ...], depth: int) -> Value:
+    """Return what calling a global by its full name gives.
+
+    Raises:
+        PickleError: It would use more memory than the file has bytes, or read outside it.
+    """
+    check = _CHECKS.get(name)
+    if check is not None:
+        check(name, args)
+    elif name.endswith(("Storage", "Tensor")) and name.startswith("torch.") and args:
+        raise PickleError(f"it asks for a new {name} of a size that it chooses")
+    return Value(name, depth)
+
+
+def _check_bytearray(name: str, args: tuple[Any, ...]) -> None:
+    if args and type(args[0]) is int:
+        raise PickleError(f"it asks for {args[0]} bytes of memory")
+
+
+def _check_encode(name: str, args: tuple[Any, ...]) -> None:
+    if len(args) != 2 or type(args[0]) is not str or args[1] not in ("latin1", "latin-1"):
+        raise PickleError("it holds bytes in an encoding that pickle does not use")
+
+
+def _check_strided(name: str, args: tuple[Any, ...]) -> None:
+    if len(args) < 4:
+        raise PickleError(f"it calls {name} with {len(args)} arguments")
+    storage, offset, size, stride = args[:4]
+    extents, steps = _items(size), _items(stride)
+    if type(storage) is not Value or storage.kind != "storage" or extents is None or steps is None:
+        raise PickleError(f"it calls {name} with arguments that describe no tensor")
+    numbers = (offset, *extents, *steps)
+    if len(extents) != len(steps) or not all(type(number) is int and number >= 0 for number in numbers):
+        raise PickleError("a tensor has an impossible shape")
+    claim: Claim = storage.of
+    have = claim.nbytes
+    itemsize = torch._utils._element_size(claim.dtype)
+    if name.endswith("_rebuild_tensor_v3"):
+        itemsize = _v3_itemsize(args)
+    last = offset + sum((extent - 1) * step for extent, step in zip(extents, steps, strict=True))
+    if 0 not in extents and (last + 1) * itemsize > have:
+        raise PickleError(f"a tensor needs {(last + 1) * itemsize} bytes of data/{claim.key}, which has {have}")
+    if name.endswith("_rebuild_qtensor") and prod(extents) * itemsize > have:  # its memory is allocated first
+        raise PickleError(f"a quantized tensor has more elements than data/{claim.key}")
+
+
+def _v3_itemsize(args: tuple[Any, ...]) -> int:
+    dtype = args[6] if len(args) > 6 else None
+    found = (
+        getattr(torch, dtype.of.rpartition(".")[2], None) if type(dtype) is Value and dtype.kind == "global" else None
+    )
+    if not isinstance(found, torch.dtype):
+        raise PickleError("a tensor has no known dtype")
+    return torch._utils._element_size(found)
+
+
+def _check_from_type(name: str, args: tuple[Any, ...]) -> None:
+    """A call inside a call: the first argument is called with the third."""
+    function, inner = (args[0], _items(args[2])) if len(args) == 4 else (None, None)
+    if type(function) is not Value or function.kind != "global" or inner is None:
+        raise PickleError(f"it calls {name} with arguments that describe no tensor")
+    result_of(function.of, inner, 1)
+
+
+_CHECKS = {
+    "builtins.bytearray": _check_bytearray,
+    "_codecs.encode": _check_encode,
+    "torch._utils._rebuild_tensor": _check_strided,
+    "torch._utils._rebuild_tensor_v2": _check_strided,
+    "torch._utils._rebuild_tensor_v3": _check_strided,
+    "torch._utils._rebuild_qtensor": _check_strided,
+    "torch._tensor._rebuild_from_type_v2": _check_from_type,
+}

@@ -1,0 +1,207 @@
+"""CRC-32 of a file in pieces, and one digest over all of them.
+
+A file is cut into chunks of 4 MiB. The CRC-32 of every chunk is taken (zlib releases the GIL, so chunks are
+computed in parallel), and the *root* is the sha256 over those CRCs and the size. Every byte is read once: the same
+pieces give the CRC-32 of the zip records, because the CRC of two pieces follows from the CRCs of each.
+The root finds damage; it is no signature.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+import threading
+from functools import lru_cache
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+from zlib import crc32
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from types import TracebackType
+
+    from safeckpt.file.archive import Buffer
+
+__all__ = ["CHUNK_BYTES", "ChunkDigest", "CrcPool", "CrcTask", "combine", "root_of", "worker_count"]
+
+CHUNK_BYTES = 4 << 20  # part of the format: the trailer names it
+
+_POLYNOMIAL = 0xEDB88320  # CRC-32, bits reflected as in zlib
+_ONE = 1 << 31  # x**0 in reflected bits
+_MOST_WORKERS = 4  # zlib.crc32 reads about 2.4 GB/s a core; more than four cores would wait for memory
+
+
+def _multiply(a: int, b: int) -> int:
+    """Return a * b modulo the CRC polynomial (zlib's multmodp)."""
+    product = 0
+    bit = _ONE
+    while True:
+        if a & bit:
+            product ^= b
+            if not a & (bit - 1):
+                return product
+        bit >>= 1
+        b = (b >> 1) ^ _POLYNOMIAL if b & 1 else b >> 1
+
+
+@lru_cache(maxsize=8)
+def _powers(byte_index: int) -> tuple[int, ...]:
+    """Return x**(8 * n * 256**byte_index) for n in 0..255."""
+    step = _ONE >> 8 if byte_index == 0 else _multiply(_powers(byte_index - 1)[255], _powers(byte_index - 1)[1])
+    table = [_ONE]
+    for _ in range(255):
+        table.append(_multiply(table[-1], step))
+    return tuple(table)
+
+
+@lru_cache(maxsize=4096)
+def _shift(length: int) -> int:
+    """Return the factor that appends ``length`` zero bytes: x**(8 * length)."""
+    factor = _ONE
+    byte_index = 0
+    while length:
+        if length & 255:
+            factor = _multiply(_powers(byte_index)[length & 255], factor)
+        length >>= 8
+        byte_index += 1
+    return factor
+
+
+def combine(first: int, second: int, second_length: int) -> int:
+    """Return the CRC-32 of two pieces joined, from the CRC-32 of each and the length of the second.
+
+    Cost: about 15 us, whatever the lengths; below some 32 KiB it is cheaper to read the bytes again.
+    """
+    if not first:  # also the CRC of nothing
+        return second
+    return _multiply(_shift(second_length), first) ^ second
+
+
+def root_of(chunk_crcs: Iterable[int], size_bytes: int) -> str:
+    """Return the digest of a file: sha256 over its chunks' CRC-32s (big-endian, in order) and its size."""
+    crcs = list(chunk_crcs)
+    return hashlib.sha256(struct.pack(f">{len(crcs)}IQ", *crcs, size_bytes)).hexdigest()
+
+
+class ChunkDigest:
+    """The running digest of a file that is written from front to back."""
+
+    def __init__(self) -> None:
+        self.size_bytes = 0
+        self._crcs: list[int] = []
+        self._crc = 0
+
+    def room(self) -> int:
+        """Return how many bytes fit into the chunk that is being filled."""
+        return CHUNK_BYTES - self.size_bytes % CHUNK_BYTES
+
+    def add(self, data: Buffer) -> None:
+        """Take in bytes of any length."""
+        view = memoryview(data)
+        while len(view) > 0:
+            piece = view[: self.room()]
+            self._advance(crc32(piece, self._crc), len(piece))
+            view = view[len(piece) :]
+
+    def add_crc(self, crc: int, length: int) -> None:
+        """Take in a piece of which only the CRC-32 is at hand; it must not cross the border of a chunk."""
+        if length > self.room():
+            raise ValueError(f"a piece of {length} bytes crosses the border of a chunk")
+        self._advance(combine(self._crc, crc, length), length)
+
+    def _advance(self, crc: int, length: int) -> None:
+        self._crc = crc
+        self.size_bytes += length
+        if length and self.size_bytes % CHUNK_BYTES == 0:
+            self._crcs.append(crc)
+            self._crc = 0
+
+    def root(self) -> str:
+        """Return the digest of everything taken in so far."""
+        rest = [self._crc] if self.size_bytes % CHUNK_BYTES else []
+        return root_of(self._crcs + rest, self.size_bytes)
+
+
+def worker_count() -> int:
+    """Return how many threads are worth starting for checksums on this machine."""
+    return max(
+        1, min(_MOST_WORKERS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    )
+
+
+class CrcTask:
+    """The CRC-32 of one piece, computed by a worker."""
+
+    __slots__ = ("_crc", "_data", "_done")
+
+    def __init__(self, data: Buffer) -> None:
+        self._data = data
+        self._done = threading.Lock()
+        self._done.acquire()
+        self._crc = 0
+
+    def run(self) -> None:
+        """Compute it, in whatever thread this is called."""
+        try:
+            self._crc = crc32(self._data)
+        finally:
+            self._done.release()
+
+    def result(self) -> int:
+        """Wait for the worker and return the CRC-32."""
+        with self._done:
+            return self._crc
+
+
+class CrcPool:
+    """A few threads that compute CRC-32s, started at the first task.
+
+    Not concurrent.futures: its pools refuse work once the interpreter has begun to exit, which is when a pending
+    asynchronous save is finished. Where no thread can be started any more, tasks run in the caller.
+    """
+
+    def __init__(self, workers: int | None = None) -> None:
+        self._workers = worker_count() if workers is None else workers
+        self._tasks: SimpleQueue[CrcTask | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._inline = self._workers == 0
+
+    def submit(self, data: Buffer) -> CrcTask:
+        """Have the CRC-32 of ``data`` computed; the bytes must stay as they are until its result is taken."""
+        task = CrcTask(data)
+        if not self._threads and not self._inline:
+            self._start()
+        if self._inline:
+            task.run()
+        else:
+            self._tasks.put(task)
+        return task
+
+    def _start(self) -> None:
+        for _ in range(self._workers):
+            thread = threading.Thread(target=self._work, name="safeckpt-crc", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the interpreter is exiting, or the process has no thread left
+                break
+            self._threads.append(thread)
+        self._inline = not self._threads
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task.run()
+
+    def __enter__(self) -> CrcPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        while not self._tasks.empty():  # after an error nobody waits for the rest
+            self._tasks.get()
+        for _ in self._threads:
+            self._tasks.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()

@@ -1,0 +1,326 @@
+"""Turn what a user has into what a safe load can read back, or refuse it by name, before the disk is touched.
+
+``torch.load(weights_only=True)`` reads a small set of types. ``torch.save`` writes nearly anything, so a state with a
+NumPy scalar or a Path in it is written without a word and refused weeks later. Here plain equivalents are converted
+where nothing is lost, and everything else is refused with its key path and what to save instead.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from safeckpt.errors import UnsavableStateError
+from safeckpt.file.convert import EMPTY_BYTES, converted
+from safeckpt.file.cures import cure_for, special_reason
+from safeckpt.file.pickling import stored_dtype, use_of, used_storages
+from safeckpt.file.readable import is_allowed, parts_of, why_unreadable
+from safeckpt.file.tensors import why_unsavable
+from safeckpt.file.views import StorageTypeConflictError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from safeckpt.file.views import Use
+
+__all__ = ["MOST_LEVELS", "encode"]
+
+MOST_LEVELS: Final = 200  # of nesting: torch's reader and Python's pickler would manage more, people's states need 20
+
+_ATOMS = frozenset({type(None), bool, float, complex, torch.device, torch.Size})
+_CONTAINERS = frozenset({dict, OrderedDict, Counter, list, tuple, set})
+_MOST_INT_BITS = 255 * 8 - 1  # a safe load reads integers of up to 255 bytes, sign included
+_MOST_STR_BYTES = 0xFFFFFFFF
+_MAY_BE_LONG = _MOST_STR_BYTES // 4
+_SHOWN_KEY = 60
+
+
+def encode(tree: Any, *, root: str = "obj") -> Any:
+    """Return a payload: the same structure with nothing in it that a safe load would refuse.
+
+    NumPy scalars become Python numbers, NumPy arrays tensors (of the same memory where NumPy allows it), ``b""`` an
+    equal value that a safe load can read. Everything else is kept as it is: identity of shared containers, cycles,
+    ties between tensors, ``OrderedDict._metadata``. Types registered with ``torch.serialization.add_safe_globals``
+    pass.
+
+    Args:
+        tree: Any object; it is not changed.
+        root: What to call it in messages.
+
+    Returns:
+        ``tree`` itself when nothing had to be converted, else new containers around the same tensors.
+
+    Raises:
+        UnsavableStateError: Something in it cannot be read back. Nothing was written.
+
+    Cost:
+        One walk over the containers; no tensor is read or copied, sparse ones excepted, whose indices are checked.
+
+    Example:
+        >>> import numpy as np
+        >>> encode({"lr": np.float64(0.5), "betas": (0.9, 0.999)})
+        {'lr': 0.5, 'betas': (0.9, 0.999)}
+    """
+    walker = _Walker()
+    try:
+        walker.walk(tree, 0)
+        walker.check_shared_storages(tree)
+    except _RefusedError as refused:
+        raise refused.error(root) from None
+    return _Rebuild(walker.replaced).of(tree) if walker.replaced else tree
+
+
+class _RefusedError(Exception):
+    """A value is refused; on its way up, every container adds how the value is reached from it."""
+
+    def __init__(self, value: object, reason: str = "", cure: str = "") -> None:
+        super().__init__(reason)
+        self.value = value
+        self.reason = reason
+        self.cure = cure
+        self.steps: list[str] = []
+
+    def location(self, root: str) -> str:
+        """Return the key path, as Python would index it."""
+        path = root
+        for step in reversed(self.steps):
+            path = f"list({path}){step[1:]}" if step.startswith("#") else path + step
+        return path
+
+    def error(self, root: str) -> UnsavableStateError:
+        """Return the error for the user."""
+        kind = type(self.value)
+        name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+        location = self.location(root)
+        cure = self.cure.format(x=location) if self.cure else cure_for(self.value, location)
+        return UnsavableStateError(location=location, type_name=name, reason=self.reason, cure=cure)
+
+
+def _key_step(key: Any) -> str:
+    shown = repr(key) if type(key) in (str, int, float, bool, type(None)) else f"<{type(key).__name__}>"
+    return f"[{shown if len(shown) <= _SHOWN_KEY else shown[: _SHOWN_KEY - 3] + '...'}]"
+
+
+class _Walker:
+    """One pass over a tree that finds what has to be replaced and refuses what cannot be."""
+
+    def __init__(self) -> None:
+        self.replaced: dict[int, Any] = {}
+        self._seen: set[int] = set()
+        self._open: set[int] = set()  # containers that pickle cannot refer to before they are complete
+        self._fixed = 0  # inside objects that cannot be rebuilt, so nothing in them can be replaced
+        self._kept: list[Any] = []  # parts made for this walk: while they live, no other object gets their id
+        self._dtypes: dict[int, torch.dtype | None] = {}
+        self._mixed = False
+
+    def walk(self, value: Any, depth: int) -> None:
+        """Check a value and everything in it.
+
+        Raises:
+            _RefusedError: Something cannot be saved.
+        """
+        kind = type(value)
+        if kind in _ATOMS:
+            return
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
+            self._tensor(value, depth)
+        elif kind is int:
+            if value.bit_length() > _MOST_INT_BITS:
+                raise _RefusedError(value, "integers of more than 255 bytes cannot be loaded again", "save str({x}).")
+        elif kind is str:
+            if len(value) > _MAY_BE_LONG and len(value.encode("utf-8", "surrogatepass")) > _MOST_STR_BYTES:
+                raise _RefusedError(value, "texts of more than 4 GiB cannot be saved", "save it in parts.")
+        elif kind is bytes:
+            if not value:
+                self._replace(value, EMPTY_BYTES)
+        elif kind in _CONTAINERS:
+            self._container(kind, value, depth)
+        else:
+            self._other(kind, value, depth)
+
+    def _container(self, kind: type, value: Any, depth: int) -> None:
+        if id(value) in self._open:
+            raise _RefusedError(
+                value, f"a {kind.__name__} that contains itself cannot be loaded again", "break the cycle."
+            )
+        if id(value) in self._seen:
+            return
+        if depth >= MOST_LEVELS:
+            reason = f"it is nested more than {MOST_LEVELS} levels deep"
+            raise _RefusedError(value, reason, "store it in a flatter form, such as a list with indices.")
+        self._seen.add(id(value))
+        late = kind is tuple or kind is Counter
+        if late:
+            self._open.add(id(value))
+        if kind is list or kind is tuple:
+            self._items(enumerate(value), depth)
+        elif kind is set:
+            self._elements(value, depth)
+        else:
+            self._elements((key for key in value if type(key) is not str), depth, value)
+            self._items(value.items(), depth)
+            if kind is OrderedDict and value.__dict__:
+                self._attributes(value.__dict__, depth)
+        if late:
+            self._open.discard(id(value))
+
+    def _items(self, items: Iterable[tuple[Any, Any]], depth: int) -> None:
+        key = None
+        try:
+            for key, item in items:  # noqa: B007  read where the error passes
+                if type(item) not in _ATOMS:
+                    self.walk(item, depth + 1)
+        except _RefusedError as refused:
+            refused.steps.append(_key_step(key))
+            raise
+
+    def _elements(self, elements: Iterable[Any], depth: int, within: Iterable[Any] | None = None) -> None:
+        """Walk what has no key of its own: elements of a set, keys of a dictionary."""
+        element = None
+        try:
+            for element in elements:
+                self.walk(element, depth + 1)
+        except _RefusedError as refused:
+            index = next(index for index, other in enumerate(within or elements) if other is element)
+            refused.steps.append(f"#[{index}]")
+            raise
+
+    def _attributes(self, attributes: dict[str, Any], depth: int) -> None:
+        name = ""
+        try:
+            for name, item in attributes.items():
+                self.walk(item, depth + 1)
+        except _RefusedError as refused:
+            refused.steps.append(f".{name}")
+            raise
+
+    def _tensor(self, tensor: torch.Tensor, depth: int) -> None:
+        if id(tensor) in self._seen:
+            return
+        self._seen.add(id(tensor))
+        why = why_unsavable(tensor)
+        if why is not None:
+            raise _RefusedError(tensor, *why)
+        if tensor.layout is torch.strided:
+            # The format gives a storage one element type. Nearly always no storage has two; whether it matters
+            # where one has is worked out only then.
+            kind = stored_dtype(tensor)
+            if self._dtypes.setdefault(tensor.untyped_storage()._cdata, kind) is not kind:
+                self._mixed = True
+        if tensor.__dict__:
+            with self._unchangeable():
+                self._attributes(tensor.__dict__, depth)
+
+    def _other(self, kind: type, value: Any, depth: int) -> None:
+        """Convert a value of another type, let it pass if it is registered, or refuse it."""
+        if id(value) in self._seen:
+            return
+        plain = converted(value)
+        if plain is not None:
+            self._replace(value, plain)
+            return
+        if kind is torch.UntypedStorage or not (is_allowed(kind) or is_allowed(value)):
+            raise _RefusedError(value, *special_reason(value))
+        self._seen.add(id(value))
+        if kind is not torch.TypedStorage and not isinstance(value, (type, torch.dtype, torch.qscheme)):
+            self._parts(value, depth)
+        reason = why_unreadable(value)
+        if reason is not None:
+            raise _RefusedError(value, reason)
+
+    def _parts(self, value: Any, depth: int) -> None:
+        parts = parts_of(value)
+        self._kept.append(parts)
+        step = ""
+        try:
+            with self._unchangeable():
+                for step, part in parts:  # noqa: B007  read where the error passes
+                    self.walk(part, depth + 1)
+        except _RefusedError as refused:
+            refused.steps.append(step)
+            raise
+
+    @contextmanager
+    def _unchangeable(self) -> Iterator[None]:
+        self._fixed += 1
+        yield
+        self._fixed -= 1
+
+    def _replace(self, value: Any, plain: Any) -> None:
+        if self._fixed:
+            cure = (
+                "save the plain value: it is inside an object that is saved as it is, so it cannot be converted here."
+            )
+            raise _RefusedError(value, "", cure)
+        self.replaced[id(value)] = plain
+
+    def check_shared_storages(self, tree: Any) -> None:
+        """Refuse tensors of different element types that share bytes; both are named."""
+        if not self._mixed:
+            return
+        try:
+            used_storages(tree).plan(pack=False)
+        except StorageTypeConflictError as conflict:
+            first, second = (_Finder(use).find(tree) for use in (conflict.first, conflict.second))
+            if second is None or first is None:
+                raise _RefusedError(tree, str(conflict)) from None
+            second.reason = f"it shares memory with {first.location('obj')}, which has another dtype"
+            second.cure = "save a copy of one of them: {x}.clone()."
+            raise second from None
+
+
+class _Finder(_Walker):
+    """Finds the first tensor that is a given view."""
+
+    def __init__(self, use: Use) -> None:
+        super().__init__()
+        self._use = use
+
+    def find(self, tree: Any) -> _RefusedError | None:
+        """Return what a refusal of that tensor would be."""
+        try:
+            self.walk(tree, 0)
+        except _RefusedError as found:
+            return found
+        return None
+
+    def _tensor(self, tensor: torch.Tensor, depth: int) -> None:
+        if tensor.layout is torch.strided and use_of(tensor) == self._use:
+            raise _RefusedError(tensor)
+        super()._tensor(tensor, depth)
+
+
+class _Rebuild:
+    """A copy of a tree's containers with some values replaced; shared containers stay shared, cycles stay cycles."""
+
+    def __init__(self, replaced: dict[int, Any]) -> None:
+        self._done: dict[int, Any] = dict(replaced)
+
+    def of(self, value: Any) -> Any:
+        """Return the new value in the place of an old one."""
+        done = self._done.get(id(value), self)
+        if done is not self:
+            return done
+        kind = type(value)
+        if kind is dict or kind is OrderedDict:
+            new = self._done[id(value)] = kind()
+            for key, item in value.items():
+                new[self.of(key)] = self.of(item)
+            if kind is OrderedDict:
+                new.__dict__.update((name, self.of(item)) for name, item in value.__dict__.items())
+            return new
+        if kind is list:
+            items = self._done[id(value)] = []
+            items.extend(self.of(item) for item in value)
+            return items
+        if kind in _CONTAINERS:  # tuple, set, Counter: complete when they are made
+            if kind is Counter:
+                new = Counter({self.of(key): self.of(item) for key, item in value.items()})
+            else:
+                new = kind(self.of(item) for item in value)
+            # A cycle through a list may have led here and made it already.
+            return self._done.setdefault(id(value), new)
+        return value

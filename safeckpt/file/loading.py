@@ -1,0 +1,175 @@
+"""Hand a file to ``torch.load`` once its claims are checked, and turn torch's many kinds of failure into one."""
+
+from __future__ import annotations
+
+import json
+import mmap as mmap_module
+import os
+import pickle
+import warnings
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch._weights_only_unpickler import _get_user_allowed_globals
+
+from safeckpt.errors import DamagedCheckpointError, UntrustedTypeError
+from safeckpt.file.archive import PACKS_RECORD
+from safeckpt.file.scan import PickleError, UntrustedGlobalError, scan_pickle
+from safeckpt.file.unpack import own_storages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from safeckpt.file.directory import Directory
+    from safeckpt.file.scan import Scan
+    from safeckpt.file.source import Source
+
+__all__ = ["load_records", "scan_records"]
+
+_MOST_PICKLE_BYTES: Final = 1 << 30  # a million tensors take about 150 MB
+_FAILURES: Final = (
+    RuntimeError, OSError, EOFError, LookupError, ValueError, TypeError, AttributeError, AssertionError,
+    ArithmeticError, pickle.UnpicklingError,
+)  # fmt: skip
+_NO_MEMORY: Final = ("allocate memory", "not enough memory", "out of memory")
+
+
+def load_records(source: Source, directory: Directory, map_location: Any, *, mmap: bool) -> Any:
+    """Load everything; see :meth:`safeckpt.file.read.CheckpointFile.load`."""
+    if torch.serialization._serialization_tls.skip_data:
+        raise RuntimeError("inside torch.serialization.skip_data() a load would return memory that was never filled")
+    scan = scan_records(source, directory)
+    _check_devices(source, scan, map_location)
+    placement = _Placement(scan, _packed_keys(source, directory), map_location)
+    with ExitStack() as modes:
+        # Torch checks the indices of sparse tensors only when asked to; bad ones read outside their memory.
+        if any("sparse" in name for name in scan.globals):
+            modes.enter_context(torch.sparse.check_sparse_tensor_invariants(enable=True))
+        if scan.protocol != 2:  # torch warns that it may not know every opcode; the scan has shown that it does
+            modes.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)
+        if mmap and torch.serialization.get_default_mmap_options() != mmap_module.MAP_PRIVATE:
+            # Through a shared mapping, training would write into the checkpoint.
+            modes.enter_context(torch.serialization.set_default_mmap_options(mmap_module.MAP_PRIVATE))
+        try:
+            loaded = torch.load(_readable(source, mmap=mmap), placement.map_location, weights_only=True, mmap=mmap)
+        except _FAILURES as error:
+            if placement.failed or _is_innocent(error, scan):
+                raise
+            raise _damaged(source, f"torch cannot load it: {_first_line(error)}", "data.pkl") from error
+    own_storages(loaded, placement.packed)
+    return loaded
+
+
+def scan_records(source: Source, directory: Directory) -> Scan:
+    """Scan the pickle of a file, and compare what it says about storages with the records.
+
+    Raises:
+        DamagedCheckpointError: A safe load would not survive the pickle, or a record is missing or of another size.
+        UntrustedTypeError: The pickle asks for a class or function that is not allowed.
+    """
+    entry = directory.find("data.pkl")
+    if entry is None or entry.size > _MOST_PICKLE_BYTES:
+        raise _damaged(source, "its pickle is missing, or larger than any state needs", "data.pkl")
+    try:
+        scan = scan_pickle(source.read(entry.data_offset, entry.size))
+    except UntrustedGlobalError as error:
+        raise UntrustedTypeError(path=source.path, type_name=error.name) from None
+    except PickleError as error:
+        raise _damaged(source, str(error), "data.pkl") from None
+    sizes = {directory.short_name(entry): entry.size for entry in directory.entries}
+    for key, claim in scan.claims.items():
+        size = sizes.get(f"data/{key}")
+        if size != claim.nbytes:
+            has = "is missing" if size is None else f"has {size} bytes"
+            raise _damaged(source, f"a tensor needs {claim.nbytes} bytes of a record which {has}", f"data/{key}")
+    return scan
+
+
+def _damaged(source: Source, reason: str, record: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(path=source.path, reason=reason, record=record)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
+
+
+def _is_innocent(error: Exception, scan: Scan) -> bool:
+    """Tell whether the file cannot be blamed: memory ran out, the disk failed, or a registered type refused."""
+    if isinstance(error, OSError):
+        return error.errno is not None and error.errno != 22  # EINVAL: torch seeks to a place that is not there
+    if isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _NO_MEMORY):
+        return True
+    return not scan.globals.isdisjoint(_get_user_allowed_globals())
+
+
+def _readable(source: Source, *, mmap: bool) -> Any:
+    """Return what torch can open and which is the open file itself, whatever its name means by now."""
+    if source.descriptor is not None:
+        name = f"/proc/self/fd/{source.descriptor}"
+        if os.path.exists(name):  # noqa: PTH110  a link that only the kernel can follow
+            return name
+        if mmap and os.path.samestat(os.stat(source.path), os.fstat(source.descriptor)):  # noqa: PTH116
+            return source.path
+    if mmap:
+        raise ValueError(f"{source.path} cannot be mapped into memory: it is no file on disk under its own name")
+    source.file.seek(0)
+    return source.file
+
+
+def _packed_keys(source: Source, directory: Directory) -> frozenset[str]:
+    entry = directory.find(PACKS_RECORD)
+    if entry is None:
+        return frozenset()
+    try:
+        return frozenset(str(key) for key in json.loads(source.read(entry.data_offset, entry.size)))
+    except (ValueError, TypeError):
+        raise _damaged(source, "the list of records with many tensors is not whole", PACKS_RECORD) from None
+
+
+def _check_devices(source: Source, scan: Scan, map_location: Any) -> None:
+    """Let torch say now which device is missing: that is no damage.
+
+    Raises:
+        RuntimeError: From torch, as it is: a device is not there, with the advice to use map_location.
+        DamagedCheckpointError: The file names a device that does not exist anywhere.
+    """
+    if callable(map_location):
+        return
+    for location in {claim.location for claim in scan.claims.values()}:
+        target = map_location.get(location, location) if isinstance(map_location, dict) else map_location or location
+        if target is location and location != "cpu":
+            try:
+                torch.device(location)
+            except RuntimeError:
+                raise _damaged(source, f"it names a device {location!r}", "data.pkl") from None
+        if str(target) not in ("cpu", "meta"):
+            torch.serialization.default_restore_location(torch.UntypedStorage(0), str(target))
+
+
+class _Placement:
+    """Follows where torch puts each storage: which hold many tensors, and whether the caller's function failed."""
+
+    def __init__(self, scan: Scan, packed_keys: frozenset[str], map_location: Any) -> None:
+        self.packed: set[int] = set()
+        self.failed = False
+        self._keys: Iterator[str] = iter([key for key, claim in scan.claims.items() if claim.nbytes])
+        self._packed_keys = packed_keys
+        self._restore: Callable[[Any, str], Any] = torch.serialization._get_restore_location(map_location)
+        meta = torch.serialization._is_meta_location(map_location)
+        # Torch treats some values of map_location specially, so it is replaced only where there is a need to.
+        wrapped = (packed_keys and not meta) or callable(map_location)
+        self.map_location = self._place if wrapped else map_location
+
+    def _place(self, storage: torch.UntypedStorage, location: str) -> Any:
+        try:
+            placed = self._restore(storage, location)
+        except BaseException:
+            self.failed = True
+            raise
+        # Torch asks once for each storage that is not empty, in the order in which the pickle refers to them.
+        if storage.nbytes() and next(self._keys, None) in self._packed_keys:
+            self.packed.add(placed._cdata)
+        return placed

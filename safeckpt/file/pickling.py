@@ -1,0 +1,223 @@
+"""A payload as torch pickles it, and the records its storages become.
+
+The pickle is torch's own, byte for byte, wherever every storage is needed as a whole. It differs where
+:mod:`safeckpt.file.views` says that a tensor finds its elements somewhere else than at its place in its storage.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._tensor import _rebuild_from_type_v2
+from torch._utils import _rebuild_parameter, _rebuild_qtensor, _rebuild_tensor_v2, _rebuild_tensor_v3
+from torch.serialization import location_tag, normalize_storage_type
+
+from safeckpt.file.views import Use, UsedStorages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from safeckpt.file.contents import Content
+    from safeckpt.file.views import Segment
+
+__all__ = ["Pickled", "pickle_payload", "stored_dtype", "use_of", "used_storages"]
+
+# Types whose elements the format calls bytes: tensors of them carry their dtype beside the storage.
+_BYTES_DTYPES: frozenset[torch.dtype] = frozenset(torch.storage._new_dtypes())
+_PLAIN_DEVICES = frozenset({"cpu", "cuda", "xpu", "mps", "hpu"})
+_NOTHING = (int, ())  # what the first pass puts in the place of a tensor
+
+
+@dataclass(frozen=True)
+class Pickled:
+    """A payload in two parts.
+
+    Attributes:
+        data: The record ``data.pkl``.
+        contents: Bytes of the records ``data/0``, ``data/1``, ...
+        packed: Indices of those that hold many small tensors.
+    """
+
+    data: bytes
+    contents: Sequence[Content]
+    packed: Sequence[int]
+
+
+def pickle_payload(payload: object, protocol: int = 2, *, pack: bool = True) -> Pickled:
+    """Pickle a payload; no tensor is copied.
+
+    Args:
+        payload: Anything that :func:`safeckpt.file.encode.encode` lets pass.
+        protocol: 2, or 3. What protocol 3 adds are opcodes for bytes that a safe load does not know, so that a
+            file of protocol 3 uses none of them.
+        pack: Put many small storages together into one record.
+    """
+    storages = used_storages(payload)
+    storages.plan(pack=pack)
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer, storages, fix_imports=protocol < 3)
+    pickler.dump(payload)
+    data = buffer.getvalue()
+    if protocol == 3:
+        data = b"\x80\x03" + data[2:]
+    packed = [index for index, segment in enumerate(pickler.segments) if segment.packed]
+    return Pickled(data, [segment.content for segment in pickler.segments], packed)
+
+
+def used_storages(payload: object) -> UsedStorages:
+    """Find every storage that a payload refers to, and the views of it."""
+    storages = UsedStorages()
+    _Collector(storages).dump(payload)
+    return storages
+
+
+def stored_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+    """Return the element type by which the file calls the storage of a tensor; None for bytes."""
+    return None if tensor.dtype in _BYTES_DTYPES else tensor.dtype
+
+
+def use_of(tensor: torch.Tensor) -> Use:
+    """Describe a strided tensor as a view of its storage."""
+    dtype = stored_dtype(tensor)
+    return Use.of(dtype, tensor.element_size(), tensor.storage_offset(), tuple(tensor.size()), tensor.stride())
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Tell whether torch reduces a tensor to storage, offset, size and stride and nothing else."""
+    return (
+        tensor.layout is torch.strided
+        and not tensor.__dict__
+        and tensor.device.type in _PLAIN_DEVICES
+        and not tensor.is_quantized
+        and not tensor.is_nested
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not tensor._backward_hooks
+        and tensor.dtype not in _BYTES_DTYPES
+    )
+
+
+def _of_storage(storage: torch.TypedStorage | torch.UntypedStorage) -> tuple[torch.UntypedStorage, Use]:
+    if isinstance(storage, torch.UntypedStorage):
+        return storage, Use.of(None, 1, 0, (storage.nbytes(),), (1,))
+    untyped = storage._untyped_storage
+    itemsize = torch._utils._element_size(storage.dtype)
+    return untyped, Use.of(storage.dtype, itemsize, 0, (untyped.nbytes() // itemsize,), (1,))
+
+
+def _rewrite(reduced: Any, change: Callable[[Any, Use], tuple[Any, int, tuple[int, ...]]]) -> Any:
+    """Let ``change`` replace storage, offset and stride in what a tensor reduces to, where they are in it."""
+    if type(reduced) is not tuple or len(reduced) != 2:
+        return reduced
+    function, args = reduced
+    if function is _rebuild_from_type_v2:
+        inner, kind, inner_args, state = args
+        inner, inner_args = _rewrite((inner, inner_args), change)
+        return function, (inner, kind, inner_args, state)
+    if function not in (_rebuild_tensor_v2, _rebuild_tensor_v3, _rebuild_qtensor):
+        return reduced
+    storage, offset, size, stride, *rest = args
+    dtype = rest[2] if function is _rebuild_tensor_v3 else storage.dtype
+    itemsize = torch._utils._element_size(dtype)
+    use = Use.of(None if isinstance(storage, torch.UntypedStorage) else dtype, itemsize, offset, size, stride)
+    storage, offset, stride = change(storage, use)
+    return function, (storage, offset, size, stride, *rest)
+
+
+class _Collector(pickle.Pickler):
+    """The first pass: walk the payload as the second one will, note every view, write nothing of worth."""
+
+    def __init__(self, storages: UsedStorages) -> None:
+        super().__init__(io.BytesIO(), protocol=2)
+        self._storages = storages
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor):
+            kind = type(obj)
+            if (kind is torch.Tensor or kind is torch.nn.Parameter) and _is_plain(obj):
+                self._storages.add(obj.untyped_storage(), use_of(obj))
+                return _NOTHING
+            return _rewrite(obj.__reduce_ex__(2), self._note)
+        if isinstance(obj, (torch.TypedStorage, torch.UntypedStorage)):
+            self._storages.add(*_of_storage(obj))
+            return _NOTHING
+        return NotImplemented
+
+    def _note(self, storage: Any, use: Use) -> tuple[Any, int, tuple[int, ...]]:
+        untyped = storage if isinstance(storage, torch.UntypedStorage) else storage._untyped_storage
+        self._storages.add(untyped, use)
+        return None, 0, ()
+
+
+class _Reference:
+    """Stands for a storage in what a tensor reduces to."""
+
+    __slots__ = ("persistent_id",)
+
+    def __init__(self, persistent_id: tuple[Any, ...]) -> None:
+        self.persistent_id = persistent_id
+
+
+class _Pickler(pickle.Pickler):
+    """The second pass: as torch.save pickles, with every view at its place in the file."""
+
+    def __init__(self, buffer: io.BytesIO, storages: UsedStorages, *, fix_imports: bool) -> None:
+        super().__init__(buffer, protocol=2, fix_imports=fix_imports)
+        self._storages = storages
+        self._packs: dict[int, _Reference] = {}
+        self._types: dict[torch.dtype, type] = {}
+        self.segments: list[Segment] = []
+
+    def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
+        kind = type(obj)
+        if kind is _Reference:
+            return obj.persistent_id  # type: ignore[no-any-return]
+        if kind is torch.TypedStorage or kind is torch.UntypedStorage:
+            storage, use = _of_storage(obj)
+            return self._refer(self._storages.place(storage, use).segment, use).persistent_id
+        return None
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, torch.Tensor):
+            return NotImplemented
+        kind = type(obj)
+        if kind is torch.Tensor and _is_plain(obj):
+            use = use_of(obj)
+            place = self._storages.place(obj.untyped_storage(), use)
+            reference = self._refer(place.segment, use)
+            hooks: OrderedDict[int, Any] = OrderedDict()
+            return _rebuild_tensor_v2, (reference, place.offset, use.size, place.stride, obj.requires_grad, hooks)
+        if kind is torch.nn.Parameter and _is_plain(obj):
+            return _rebuild_parameter, (obj.data, obj.requires_grad, OrderedDict())
+        return _rewrite(obj.__reduce_ex__(2), self._change)
+
+    def _change(self, storage: Any, use: Use) -> tuple[Any, int, tuple[int, ...]]:
+        untyped = storage if isinstance(storage, torch.UntypedStorage) else storage._untyped_storage
+        place = self._storages.place(untyped, use)
+        return self._refer(place.segment, use), place.offset, place.stride
+
+    def _refer(self, segment: Segment, use: Use) -> _Reference:
+        """Name a record as torch does: by number, in the order in which records are first referred to."""
+        if segment.packed and id(segment) in self._packs:
+            return self._packs[id(segment)]
+        if segment.key is None:
+            segment.key = str(len(self.segments))
+            self.segments.append(segment)
+        numel = segment.content.nbytes
+        if use.dtype is None:
+            storage_type = normalize_storage_type(torch.UntypedStorage)
+        else:
+            storage_type = self._types.get(use.dtype)
+            if storage_type is None:
+                name = torch.storage._dtype_to_storage_type_map()[use.dtype]
+                storage_type = self._types[use.dtype] = getattr(torch, name)
+            numel //= use.itemsize
+        reference = _Reference(("storage", storage_type, segment.key, location_tag(segment.storage), numel))
+        if segment.packed:
+            self._packs[id(segment)] = reference
+        return reference
