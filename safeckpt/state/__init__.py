@@ -1,0 +1,28 @@
+"""Live objects to payload and back. No file is opened here."""
+
+from safeckpt.state.component import Component
+from safeckpt.state.finite import Baseline, Verdict, guard_from_record
+from safeckpt.state.guard import Guard, NonFiniteTensor, check_gradients, find_nonfinite, nonfinite_loss
+from safeckpt.state.registry import register, uncaptured
+from safeckpt.state.snapshot import Plan, Snapshot, capture, plan
+from safeckpt.state.tree import copy_tree, to_cpu
+
+__all__ = [
+    "Baseline",
+    "Component",
+    "Guard",
+    "NonFiniteTensor",
+    "Plan",
+    "Snapshot",
+    "Verdict",
+    "capture",
+    "check_gradients",
+    "copy_tree",
+    "find_nonfinite",
+    "guard_from_record",
+    "nonfinite_loss",
+    "plan",
+    "register",
+    "to_cpu",
+    "uncaptured",
+]

@@ -1,0 +1,89 @@
+"""What of a captured state has to be finite, and which infinities were there from the start."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from safeckpt.state.component import Captured, Component
+from safeckpt.state.guard import Guard, NonFiniteTensor, matches, scan
+from safeckpt.state.module import ModuleComponent
+
+__all__ = ["Baseline", "Verdict", "guard_from_record"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Result of the guard over a captured state.
+
+    Attributes:
+        bad: Tensors that are refused.
+        excused: Names of buffers that hold only the infinities they always held.
+    """
+
+    bad: list[NonFiniteTensor]
+    excused: list[str]
+
+    def record(self, guard: Guard) -> dict[str, Any]:
+        """Return what the guard let pass on purpose: with it the file can be judged alike later."""
+        return {
+            "optimizer": guard.optimizer,
+            "buffers": guard.buffers,
+            "allow_nonfinite": list(guard.allow_nonfinite),
+            "infinite": self.excused,
+        }
+
+
+def guard_from_record(record: Mapping[str, Any]) -> Guard:
+    """Return the guard that a file passed when it was saved."""
+    return Guard(
+        optimizer=bool(record["optimizer"]),
+        buffers=bool(record["buffers"]),
+        allow_nonfinite=[*record["allow_nonfinite"], *map(glob.escape, record["infinite"])],
+    )
+
+
+def _guarded(parts: Iterable[tuple[Component, Captured]], guard: Guard) -> Iterator[tuple[str, torch.Tensor]]:
+    for component, captured in parts:
+        for name, tensor in component.guarded(captured, guard):
+            if not matches(name, guard.allow_nonfinite):
+                yield name, tensor
+
+
+class Baseline:
+    """Where buffers held Inf when training began: attention masks and observers are made that way.
+
+    Args:
+        components: The components as they are now; none when nothing is to be excused.
+    """
+
+    def __init__(self, components: Mapping[str, Component]) -> None:
+        self._infinite: dict[str, torch.Tensor] = {}
+        for component in components.values():
+            if isinstance(component, ModuleComponent):
+                self._note(component)
+
+    def _note(self, module: ModuleComponent) -> None:
+        captured = module.capture()
+        parameters = {f"{module.name}.{key}" for key in captured.record["requires_grad"]}
+        tensors = dict(module.guarded(captured, Guard()))
+        for report in scan((name, tensor) for name, tensor in tensors.items() if name not in parameters):
+            if tensors[report.name].layout is torch.strided:
+                self._infinite[report.name] = torch.isinf(tensors[report.name]).cpu()
+
+    def judge(self, parts: Iterable[tuple[Component, Captured]], guard: Guard) -> Verdict:
+        """Return what is not finite: one pass over everything guarded, one synchronisation per device and dtype."""
+        tensors = dict(_guarded(parts, guard))
+        found = scan(tensors.items())
+        excused = [report.name for report in found if self._is_old(report, tensors[report.name])]
+        return Verdict([report for report in found if report.name not in excused], excused)
+
+    def _is_old(self, report: NonFiniteTensor, tensor: torch.Tensor) -> bool:
+        before = self._infinite.get(report.name)
+        if before is None or report.nan_count or tensor.size() != before.size():
+            return False
+        return not bool((torch.isinf(tensor).cpu() & ~before).any())

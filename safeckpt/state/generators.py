@@ -1,0 +1,158 @@
+"""Random numbers: the process's own streams, and private generators given as components.
+
+NumPy objects cannot be read back under `weights_only=True`, so every state is written as plain numbers and torch
+byte tensors. RNG bytes are positions in a sequence, not data: they stay on the CPU and no `map_location` applies.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from safeckpt.state.component import Captured, Component, class_name
+from safeckpt.state.guard import Guard
+
+__all__ = ["GeneratorComponent", "RngStreams"]
+
+
+def _plain(value: Any) -> Any:
+    """Return a NumPy state with arrays as lists and scalars as Python numbers."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _arrays(value: Any) -> Any:
+    """Return a state that NumPy accepts: the lists inside it as arrays again."""
+    if isinstance(value, dict):
+        return {key: _arrays(item) for key, item in value.items()}
+    # 624 words of 32 bits for MT19937, four of 64 for Philox and SFC64: NumPy casts to the width it needs.
+    return np.array(value, dtype=np.uint64) if isinstance(value, list) else value
+
+
+def _python_state(state: Any) -> tuple[Any, ...]:
+    version, words, gauss = state
+    return version, tuple(words), gauss
+
+
+class GeneratorComponent(Component):
+    """A `torch.Generator`, `numpy.random.Generator`, `RandomState`, bit generator, or `random.Random`."""
+
+    kind = "generator"
+    types = (torch.Generator, np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random)
+
+    def capture(self) -> Captured:
+        """Return the position in its sequence. Draws nothing."""
+        record = {"class": class_name(self.obj), "algorithm": self._algorithm()}
+        if isinstance(self.obj, torch.Generator):
+            return Captured({"state": self.obj.get_state()}, record)
+        if isinstance(self.obj, random.Random):
+            return Captured({"state": self.obj.getstate()}, record)
+        if isinstance(self.obj, np.random.RandomState):
+            return Captured({"state": _plain(self.obj.get_state(legacy=False))}, record)
+        return Captured({"state": _plain(self._bits().state)}, record)
+
+    def _bits(self) -> np.random.BitGenerator:
+        return cast("np.random.BitGenerator", getattr(self.obj, "bit_generator", self.obj))
+
+    def _algorithm(self) -> str:
+        if isinstance(self.obj, torch.Generator):
+            return f"torch {self.obj.device.type}"
+        if isinstance(self.obj, random.Random):
+            return "Mersenne Twister"
+        if isinstance(self.obj, np.random.RandomState):
+            return str(self.obj.get_state(legacy=False)["bit_generator"])
+        return class_name(self._bits())
+
+    def check(self, captured: Captured) -> list[str]:
+        """Compare the class and the algorithm: the state of one means nothing to another."""
+        found = super().check(captured)
+        saved, live = captured.record.get("algorithm"), self._algorithm()
+        if not found and saved != live:
+            found.append(f"{self.name}: saved from {saved}, the live generator is {live}")
+        return found
+
+    def apply(self, captured: Captured) -> None:
+        """Set the position."""
+        state = captured.state["state"]
+        if isinstance(self.obj, torch.Generator):
+            self.obj.set_state(state.cpu())
+        elif isinstance(self.obj, random.Random):
+            self.obj.setstate(_python_state(state))
+        elif isinstance(self.obj, np.random.RandomState):
+            self.obj.set_state(_arrays(state))
+        else:
+            self._bits().state = _arrays(state)
+
+    def guarded(self, captured: Captured, guard: Guard) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield nothing."""
+        yield from ()
+
+
+class RngStreams:
+    """The process's own streams: Python, NumPy, torch on the CPU and on every accelerator device."""
+
+    @staticmethod
+    def capture() -> dict[str, Any]:
+        """Return all states. Draws nothing."""
+        return {
+            "python": random.getstate(),
+            "numpy": _plain(np.random.get_state(legacy=False)),  # noqa: NPY002 - the process-wide stream is the point
+            "torch": torch.get_rng_state(),
+            "devices": _device_states(),
+        }
+
+    @classmethod
+    @contextmanager
+    def untouched(cls) -> Iterator[dict[str, Any]]:
+        """Leave every stream as it was, whatever the block draws (a user's `state_dict` may); yield the states."""
+        before = cls.capture()
+        try:
+            yield before
+        finally:
+            cls.apply(before)
+
+    @staticmethod
+    def check(state: dict[str, Any]) -> list[str]:
+        """Return what keeps `state` from being set here: other kinds or numbers of devices, another algorithm."""
+        found = []
+        live = {kind: len(states) for kind, states in _device_states().items()}
+        saved = {kind: len(states) for kind, states in state["devices"].items()}
+        if live != saved:
+            found.append(
+                f"rng: saved with devices {saved or 'none'}, this process has {live or 'none'}; leave the streams out "
+                "with restore(only=(...,)) if bit-equality may be given up"
+            )
+        algorithm = np.random.get_state(legacy=False)["bit_generator"]  # noqa: NPY002
+        if state["numpy"]["bit_generator"] != algorithm:
+            found.append(f"rng: NumPy's stream was {state['numpy']['bit_generator']}, now it is {algorithm}")
+        return found
+
+    @staticmethod
+    def apply(state: dict[str, Any]) -> None:
+        """Set every stream. Comes last in a restore, so that nothing draws afterwards."""
+        random.setstate(_python_state(state["python"]))
+        np.random.set_state(_arrays(state["numpy"]))  # noqa: NPY002
+        torch.set_rng_state(state["torch"].cpu())
+        for kind, states in state["devices"].items():
+            for index, one in enumerate(states):
+                getattr(torch, kind).set_rng_state(one.cpu(), index) if kind != "mps" else torch.mps.set_rng_state(one)
+
+
+def _device_states() -> dict[str, list[torch.Tensor]]:
+    """Return the state of each device of the accelerator, by its torch module; empty without one."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return {}
+    kind = accelerator.type
+    if kind == "mps":
+        return {kind: [torch.mps.get_rng_state()]}
+    count = torch.accelerator.device_count()
+    return {kind: [getattr(torch, kind).get_rng_state(index) for index in range(count)]}

@@ -1,0 +1,234 @@
+"""The whole state of a run: capture it as one payload, plan a restore that checks everything, then apply it.
+
+::
+
+    {"<component>": its state as plain torch has it, ...,
+     "safeckpt": {"components": {"<component>": {"kind": ..., record}}, "ties": [[name, ...], ...],
+                  "rng": {...}, "environment": {...}, "gradients": {name: tensor} or None}}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from safeckpt.errors import ComponentMismatchError, StateMismatchError
+from safeckpt.state.component import Captured, Component
+from safeckpt.state.environment import differences, environment
+from safeckpt.state.generators import RngStreams
+from safeckpt.state.module import ModuleComponent
+from safeckpt.state.tree import join
+
+__all__ = ["RESERVED_KEY", "Plan", "Snapshot", "capture", "plan"]
+
+RESERVED_KEY = "safeckpt"
+_RNG = "rng"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """State of all components at one moment. Tensors alias the live ones until the payload is written or copied.
+
+    Attributes:
+        payload: What goes into the file.
+        parts: The same, by component.
+    """
+
+    payload: dict[str, Any]
+    parts: list[tuple[Component, Captured]]
+
+
+def capture(components: Mapping[str, Component], *, gradients: bool = False) -> Snapshot:
+    """Capture every component and the process's random streams. Changes nothing, draws nothing.
+
+    Args:
+        components: What to capture.
+        gradients: Also the gradients of every parameter, for a save between two micro-steps.
+    """
+    with RngStreams.untouched() as rng:
+        captured = {name: component.capture() for name, component in components.items()}
+    own = {
+        "components": {name: {"kind": components[name].kind, **one.record} for name, one in captured.items()},
+        "ties": _ties(captured),
+        _RNG: rng,
+        "environment": environment(),
+        "gradients": _gradients(components) if gradients else None,
+    }
+    payload = {name: one.state for name, one in captured.items()}
+    payload[RESERVED_KEY] = own
+    return Snapshot(payload, [(components[name], one) for name, one in captured.items()])
+
+
+def _ties(captured: Mapping[str, Captured]) -> list[list[str]]:
+    """Return the names of module tensors that are one tensor in memory, in groups of two and more."""
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for component, one in captured.items():
+        if "requires_grad" not in one.record:
+            continue  # no module
+        for key, tensor in one.state.items():
+            if isinstance(tensor, torch.Tensor) and _has_memory(tensor):
+                where = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.size()), tensor.stride())
+                groups.setdefault(where, []).append(join(component, key))
+    return [names for names in groups.values() if len(names) > 1]
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    if tensor.is_meta or torch.nn.parameter.is_lazy(tensor) or tensor.layout is not torch.strided:
+        return False
+    return tensor.numel() > 0
+
+
+def _gradients(components: Mapping[str, Component]) -> dict[str, torch.Tensor]:
+    parameters = _parameters(components)
+    return {name: p.grad.detach() for name, p in parameters.items() if p.grad is not None}
+
+
+def _parameters(components: Mapping[str, Component]) -> dict[str, torch.nn.Parameter]:
+    return {name: p for component in components.values() for name, p in component.parameter_names().items()}
+
+
+@dataclass
+class Plan:
+    """A restore that has passed every check and changed nothing yet.
+
+    Attributes:
+        parts: What will be applied, by component.
+        replaced: Hyper-parameters in which the file overrules the script, `name: live -> saved`.
+        environment: Fields of the environment that differ, `field: saved -> now`.
+    """
+
+    parts: list[tuple[Component, Captured]]
+    rng: dict[str, Any] | None
+    gradients: dict[str, torch.Tensor] | None
+    replaced: list[str] = field(default_factory=list)
+    environment: list[str] = field(default_factory=list)
+
+    def apply(self) -> None:
+        """Put the state into the live objects, in the order that survives each other's side effects, RNG last.
+
+        An exception in the middle (only a component's own `load_state_dict` can raise one) is passed on with a
+        note that names what was changed already.
+        """
+        done: list[str] = []
+        try:
+            for component, captured in sorted(self.parts, key=lambda part: part[0].order):
+                done.append(component.name)
+                component.apply(captured)
+        except BaseException as error:
+            error.add_note(
+                f"safeckpt: the restore stopped half-way, {', '.join(done)} may be changed. "
+                "Do not train on with these objects: build them again and call restore()."
+            )
+            raise
+        for name, parameter in _parameters({component.name: component for component, _ in self.parts}).items():
+            saved = (self.gradients or {}).get(name)
+            parameter.grad = None if saved is None else saved.to(parameter.device, copy=True)
+        for component, _ in self.parts:
+            for group in getattr(component.obj, "param_groups", ()):  # also those that no module owns
+                for parameter in group["params"]:
+                    if not self.gradients:
+                        parameter.grad = None
+        if self.rng is not None:
+            RngStreams.apply(self.rng)
+
+
+def plan(
+    components: Mapping[str, Component],
+    payload: Mapping[str, Any],
+    *,
+    only: Collection[str] | None = None,
+    keep_live: Collection[str] = (),
+    path: object = None,
+) -> Plan:
+    """Check `payload` against the live objects, all of it, and return what to apply.
+
+    Args:
+        components: The live side.
+        payload: The saved side.
+        only: Names to restore, `"rng"` among them for the process's streams; None for everything.
+        keep_live: Hyper-parameters, as `component.name`, whose live value stays.
+        path: For the error text.
+
+    Raises:
+        ComponentMismatchError: A name is on one side only.
+        StateMismatchError: Something does not fit; `mismatches` has every difference. No object was changed.
+        ValueError: A name in `keep_live` is no hyper-parameter.
+    """
+    own = payload[RESERVED_KEY]
+    wanted = _wanted(components, own["components"], only, path)
+    rng = own[_RNG] if only is None or _RNG in only else None
+    found: list[str] = []
+    parts: list[tuple[Component, Captured]] = []
+    with RngStreams.untouched():
+        for name in wanted:
+            record = own["components"][name]
+            component = components[name]
+            if record["kind"] != component.kind:
+                found.append(f"{name}: saved as a {record['kind']}, the live object is a {component.kind}")
+                continue
+            captured = Captured(payload[name], {key: value for key, value in record.items() if key != "kind"})
+            found += component.check(captured)
+            parts.append((component, captured))
+        if rng is not None:
+            found += RngStreams.check(rng)
+        if not found:
+            found = _check_ties(own["ties"], parts)
+    if found:
+        raise StateMismatchError(mismatches=found, path=path)
+    parts = _keep_live(parts, keep_live)
+    replaced = [line for component, captured in parts for line in component.replaced(captured)]
+    changed = differences(own["environment"]) if rng is not None else []
+    return Plan(parts, rng, own.get("gradients"), replaced, changed)
+
+
+def _wanted(
+    components: Mapping[str, Component],
+    saved: Mapping[str, Any],
+    only: Collection[str] | None,
+    path: object,
+) -> list[str]:
+    if isinstance(only, str):
+        raise TypeError(f"only takes a sequence of component names, for example ({only!r},)")
+    wanted = list(components) if only is None else [name for name in dict.fromkeys(only) if name != _RNG]
+    missing = [name for name in wanted if name not in saved or name not in components]
+    unexpected = [name for name in saved if name not in components] if only is None else []
+    if missing or unexpected:
+        raise ComponentMismatchError(missing=missing, unexpected=unexpected, path=path)
+    return wanted
+
+
+def _check_ties(saved: list[list[str]], parts: list[tuple[Component, Captured]]) -> list[str]:
+    restored = [component for component, _ in parts if isinstance(component, ModuleComponent)]
+    prefixes = tuple(f"{component.name}." for component in restored)
+    live = _ties({component.name: component.capture() for component in restored})
+
+    def visible(groups: list[list[str]]) -> set[frozenset[str]]:
+        cut = (frozenset(name for name in names if name.startswith(prefixes)) for names in groups)
+        return {names for names in cut if len(names) > 1}
+
+    untied, tied = visible(saved) - visible(live), visible(live) - visible(saved)
+    return [
+        f"{' and '.join(sorted(names))}: one tensor in the checkpoint, separate tensors now" for names in untied
+    ] + [f"{' and '.join(sorted(names))}: separate tensors in the checkpoint, one tensor now" for names in tied]
+
+
+def _keep_live(parts: list[tuple[Component, Captured]], keep_live: Collection[str]) -> list[tuple[Component, Captured]]:
+    if isinstance(keep_live, str):
+        raise TypeError(f"keep_live takes a sequence of names, for example ({keep_live!r},)")
+    by_component: dict[str, list[str]] = {}
+    for dotted in keep_live:
+        owner, _, key = dotted.partition(".")
+        by_component.setdefault(owner, []).append(key)
+    unknown = by_component.keys() - {component.name for component, _ in parts}
+    if unknown:
+        raise ValueError(f"keep_live names no restored component: {', '.join(sorted(unknown))}")
+    kept = []
+    for component, captured in parts:
+        try:
+            kept.append((component, component.keep(captured, by_component.get(component.name, ()))))
+        except KeyError as error:
+            raise ValueError(f"keep_live: {component.name} has no hyper-parameter {error.args[0]!r}") from None
+    return kept
