@@ -1,0 +1,242 @@
+"""Which files of a directory are checkpoints, which of them are good, and which is the latest. Reads only, no lock."""
+
+from __future__ import annotations
+
+import datetime as dt
+import math
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safeckpt.errors import DamagedCheckpointError, FormatVersionError, LoadError, SkippedCheckpointWarning
+from safeckpt.file import CheckpointFile, open_file
+from safeckpt.store import CheckpointDirectory
+
+__all__ = ["Catalog", "Checkpoint", "latest"]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One committed checkpoint.
+
+    Attributes:
+        step: Optimizer steps completed when it was saved.
+        path: The file.
+        loss: The loss given to `save`: a float, or a dict or list of floats; None when none was given.
+        metrics: The metrics given to `save`, as floats.
+        created_at: When it was saved, UTC.
+        size_bytes: Size of the file.
+        run_id: Random name of the run; the same for all checkpoints that were resumed from each other.
+    """
+
+    step: int
+    path: Path
+    loss: Any
+    metrics: Mapping[str, float]
+    created_at: dt.datetime
+    size_bytes: int
+    run_id: str
+
+    def header(self, **more: Any) -> dict[str, Any]:
+        """Return what is written into the file's header, which a listing reads without touching a tensor."""
+        return {
+            "step": self.step,
+            "loss": _to_json(self.loss),
+            "metrics": _to_json(dict(self.metrics)),
+            "created_at": self.created_at.strftime(_TIME),
+            "run_id": self.run_id,
+            **more,
+        }
+
+    @classmethod
+    def from_header(cls, header: Mapping[str, Any], path: Path, size_bytes: int) -> Checkpoint:
+        """Return the checkpoint that a header describes.
+
+        Raises:
+            DamagedCheckpointError: The header is not one that `header` made.
+        """
+        try:
+            return cls(
+                step=int(header["step"]),
+                path=path,
+                loss=_from_json(header["loss"]),
+                metrics={str(name): float(value) for name, value in header["metrics"].items()},
+                created_at=dt.datetime.strptime(header["created_at"], _TIME).replace(tzinfo=dt.UTC),
+                size_bytes=size_bytes,
+                run_id=str(header["run_id"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DamagedCheckpointError(path=path, reason=f"its header is not a checkpoint's ({error!r})") from error
+
+
+_MOST_RELISTINGS = 100  # a dangling symlink is there in every listing and never opens
+_TIME = "%Y-%m-%dT%H:%M:%S.%fZ"  # of fixed width, so that the size of a file does not depend on the clock
+
+
+def _to_json(value: Any) -> Any:
+    """Return `value` with NaN and infinities as strings that `float` reads: JSON has no word for them."""
+    if isinstance(value, dict):
+        return {str(key): _to_json(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_to_json(item) for item in value]
+    return value if not isinstance(value, float) or math.isfinite(value) else str(value)
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _from_json(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_from_json(item) for item in value]
+    return float(value) if isinstance(value, str | int) else value
+
+
+class Catalog:
+    """The checkpoints of one directory as they are on disk now.
+
+    Attributes:
+        directory: Where they are.
+    """
+
+    def __init__(self, directory: CheckpointDirectory) -> None:
+        self.directory = directory
+        self._seen: dict[int, tuple[tuple[int, int, int], Checkpoint]] = {}
+
+    def peek(self, step: int) -> Checkpoint:
+        """Return the checkpoint of a step after the cheap check: trailer, size and structure, not every byte.
+
+        Raises:
+            LoadError: It is not a checkpoint of ours, damaged so that it shows at once, or of a newer format.
+            FileNotFoundError: It is gone.
+        """
+        path = self.directory.path_of(step)
+        status = path.stat()
+        identity = (status.st_ino, status.st_size, status.st_mtime_ns)
+        if step in self._seen and self._seen[step][0] == identity:
+            return self._seen[step][1]
+        with open_file(path) as file:
+            checkpoint = _described(file, step, path)
+        self._seen[step] = (identity, checkpoint)
+        return checkpoint
+
+    def one(self, step: int) -> Iterator[tuple[CheckpointFile, Checkpoint]]:
+        """Yield (open file, checkpoint) of one step, every byte verified.
+
+        Raises:
+            LoadError: It is not good.
+        """
+        path = self.directory.path_of(step)
+        with open_file(path) as file:
+            yield file, _verified(file, step, path)
+
+    def is_good(self, step: int) -> bool:
+        """Tell whether a step passes the cheap check."""
+        try:
+            self.peek(step)
+        except (LoadError, FileNotFoundError):
+            return False
+        return True
+
+    def listed(self) -> tuple[Checkpoint, ...]:
+        """Return what passes the cheap check, ascending by step; what does not is a warning each.
+
+        Raises:
+            FormatVersionError: A file is of a newer format than this version reads.
+        """
+        found = []
+        for step in self.directory.steps():
+            try:
+                found.append(self.peek(step))
+            except FormatVersionError:
+                raise
+            except FileNotFoundError:
+                continue  # pruned by its writer a moment ago
+            except LoadError as error:
+                skipped(self.directory.path_of(step), reason_of(error))
+        return tuple(found)
+
+    def good(self, rejected: dict[Path, str]) -> Iterator[tuple[CheckpointFile, Checkpoint]]:
+        """Yield (open file, checkpoint) of every good file, newest first, every byte verified.
+
+        What is not good is a warning and an entry in `rejected`, path to reason. A file that is gone when it is to
+        be opened was pruned by its writer, which then has committed a newer one: the directory is listed again.
+
+        Raises:
+            FormatVersionError: A file is of a newer format: going back would throw progress away in silence.
+        """
+        tried: set[int] = set()
+        vanished = 0
+        steps = self.directory.steps()
+        while steps:
+            step = steps.pop()
+            path = self.directory.path_of(step)
+            try:
+                with open_file(path) as file:
+                    yield file, _verified(file, step, path)
+            except FormatVersionError:
+                raise
+            except FileNotFoundError:
+                vanished += 1
+                if vanished < _MOST_RELISTINGS:
+                    steps = [step for step in self.directory.steps() if step not in tried]
+                    continue
+            except LoadError as error:
+                rejected[path] = reason_of(error)
+                skipped(path, rejected[path])
+            tried.add(step)
+
+
+def _described(file: CheckpointFile, step: int, path: Path) -> Checkpoint:
+    file.check_structure()
+    header = file.header()
+    if header is None:
+        raise DamagedCheckpointError(path=path, reason="it was not written by a CheckpointManager")
+    checkpoint = Checkpoint.from_header(header, path, file.size_bytes)
+    if checkpoint.step != step:
+        raise DamagedCheckpointError(
+            path=path, reason=f"it is named as step {step} and holds step {checkpoint.step}: somebody renamed it"
+        )
+    return checkpoint
+
+
+def _verified(file: CheckpointFile, step: int, path: Path) -> Checkpoint:
+    """Return the checkpoint in an open file after checking every byte of it."""
+    checkpoint = _described(file, step, path)
+    file.verify()
+    return checkpoint
+
+
+def reason_of(error: LoadError) -> str:
+    """Return one line that says why a file was passed over."""
+    return str(getattr(error, "reason", None) or str(error).partition("\n")[0])
+
+
+def skipped(path: Path, reason: str) -> None:
+    """Warn that a file was passed over."""
+    warnings.warn(f"{path} was passed over: {reason}.", SkippedCheckpointWarning, stacklevel=4)
+
+
+def latest(directory: str | os.PathLike[str]) -> Checkpoint | None:
+    """Return the newest good checkpoint in a directory, every byte of it verified.
+
+    Needs no objects and no lock, changes nothing, and works while a training run holds the directory.
+
+    Args:
+        directory: A directory that a `CheckpointManager` writes.
+
+    Returns:
+        The checkpoint, None when the directory is missing, empty or has no good one. Newer files that are not
+        good are passed over with a `SkippedCheckpointWarning` each.
+
+    Raises:
+        FormatVersionError: The newest file is of a newer format: going back would throw progress away in silence.
+        OSError: The directory or a file in it cannot be read.
+
+    Cost:
+        Reads the newest file once.
+    """
+    for _, checkpoint in Catalog(CheckpointDirectory(directory)).good({}):
+        return checkpoint
+    return None

@@ -1,0 +1,528 @@
+"""CheckpointManager: joins the state of a run, the bytes of a file and the files of a directory."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+import logging
+import os
+import secrets
+import warnings
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from safeckpt.arguments import as_floats, checked_metrics, checked_step
+from safeckpt.catalog import Catalog, Checkpoint, skipped
+from safeckpt.errors import (
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    DirectoryInUseError,
+    EnvironmentChangedWarning,
+    HyperparameterReplacedWarning,
+    NoGoodCheckpointError,
+    NonFiniteError,
+    RollbackLoopError,
+    StepExistsError,
+    UncapturedStateWarning,
+)
+from safeckpt.file import CheckpointFile, WrittenFile, encode, write_file
+from safeckpt.schedule import Pruning, SaveSchedule
+from safeckpt.signals import StopSignals
+from safeckpt.state import (
+    Baseline,
+    Guard,
+    Plan,
+    Snapshot,
+    Verdict,
+    capture,
+    guard_from_record,
+    nonfinite_loss,
+    plan,
+    register,
+    to_cpu,
+    uncaptured,
+)
+from safeckpt.store import Best, CheckpointDirectory, EventLog, WriterLock
+
+__all__ = ["CheckpointManager"]
+
+_log = logging.getLogger("safeckpt")
+
+
+class CheckpointManager:
+    """Saves, restores and rolls back everything that a training run depends on, in one directory.
+
+    The directory is made at the first write. A writing manager holds the directory's writer lock until `close`.
+
+    Args:
+        directory: Where the checkpoints are: `step-00001200.pt` and so on, each an ordinary torch file.
+        components: Name to object: modules, optimizers, schedulers, gradient scalers, loaders, generators, objects
+            with `state_dict` and `load_state_dict`, plain dicts of plain values. The random streams of the process
+            (Python, NumPy, torch on every device) are always captured.
+        keep_last: Newest good checkpoints to keep, 1 or more.
+        keep_best: Which checkpoints to keep for their metrics, one `Best` or several.
+        keep_every: Checkpoints whose step is a multiple of this are kept for good.
+        save_every: When `end_step` saves: a number of steps (each time a multiple of it is reached or passed), or a
+            `timedelta` since the last save. None: only `save` saves.
+        guard: What has to be finite, besides the loss and the parameters.
+        gradients: Save gradients too, for saves between the micro-steps of gradient accumulation.
+        max_rollbacks: Rollbacks allowed without a new checkpoint in between.
+        stop_signals: Signals that ask the run to stop, for example `(signal.SIGTERM, signal.SIGUSR1)`: the next
+            `end_step` saves, and `stop_requested` is True. Only in the main thread.
+        lock_timeout_seconds: How long to wait for another writer of the directory.
+
+    Raises:
+        TypeError: An argument or a component is of a kind that is not accepted; the text names those that are.
+        ValueError: An argument is out of range.
+
+    Warns:
+        UncapturedStateWarning: Training visibly depends on something that is not among the components.
+
+    Example:
+        >>> import tempfile, torch, safeckpt
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> components = {"model": model, "optimizer": optimizer}
+        >>> with safeckpt.CheckpointManager(tempfile.mkdtemp(), components) as manager:
+        ...     checkpoint = manager.save(1, loss=0.5)
+        ...     manager.restore().step
+        1
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        components: Mapping[str, Any],
+        *,
+        keep_last: int = 3,
+        keep_best: Best | Sequence[Best] | None = None,
+        keep_every: int | None = None,
+        save_every: int | dt.timedelta | None = None,
+        guard: Guard = Guard(),  # noqa: B008 - frozen
+        gradients: bool = False,
+        max_rollbacks: int = 3,
+        stop_signals: Iterable[int] = (),
+        lock_timeout_seconds: float = 10.0,
+    ) -> None:
+        self._files = CheckpointDirectory(directory)
+        self._catalog = Catalog(self._files)
+        self._pruning = Pruning(self._files, self._catalog, keep_last, keep_best, keep_every)
+        self._due = SaveSchedule(save_every)
+        if not isinstance(guard, Guard):
+            raise TypeError(f"guard must be a Guard; got {type(guard).__name__}")
+        if isinstance(max_rollbacks, bool) or not isinstance(max_rollbacks, int) or max_rollbacks < 1:
+            raise ValueError(f"max_rollbacks must be an int, 1 or more; got {max_rollbacks!r}")
+        self._guard = guard
+        self._gradients = bool(gradients)
+        self._max_rollbacks = max_rollbacks
+        self._components = register(components)
+        self._baseline = Baseline(self._components)
+        self._lock = WriterLock(directory, lock_timeout_seconds)
+        self._events = EventLog(self._files.path / "events.jsonl")
+        self._run_id: str | None = None
+        self._step = 0
+        self._saved: int | None = None  # the step of the newest checkpoint on this timeline, as this manager knows it
+        self._known: set[int] = set()  # steps in the directory that belong to this run
+        self._left: set[int] = set()  # known steps above the restored one: set aside before the next save
+        self._failed: int | None = None
+        self._rollbacks: list[tuple[int, bool]] = []  # (failing step, whether something was changed) since a new save
+        self._closed = False
+        for line in uncaptured(components):
+            warnings.warn(f"Not captured: {line}.", UncapturedStateWarning, stacklevel=2)
+        self._signals = StopSignals(stop_signals)
+
+    @property
+    def step(self) -> int:
+        """The last step that was saved, restored or ended; 0 at first."""
+        return self._step
+
+    @property
+    def directory(self) -> Path:
+        """Where the checkpoints are, as an absolute path."""
+        return self._files.path
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether one of `stop_signals` has come: a loop can ask during evaluation or warm-up, and leave."""
+        return self._signals.requested
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Finish what is pending and give the directory's lock and the signal handlers back. May be called twice."""
+        self.wait()
+        self._closed = True
+        self._lock.release()
+        self._signals.restore()
+
+    def wait(self) -> None:
+        """Return when every save is committed. A save is committed when it returns, so there is nothing to wait for."""
+
+    def checkpoints(self) -> tuple[Checkpoint, ...]:
+        """Return the checkpoints that pass the cheap check (name, trailer, size, structure), ascending by step.
+
+        Raises:
+            FormatVersionError: A file is of a newer format than this version reads.
+
+        Warns:
+            SkippedCheckpointWarning: A file with a checkpoint's name is none, or damaged.
+        """
+        return self._catalog.listed()
+
+    def latest(self) -> Checkpoint | None:
+        """Return the newest good checkpoint, every byte of it verified; None when there is none.
+
+        Raises:
+            FormatVersionError: The newest file is of a newer format.
+        """
+        for _, checkpoint in self._catalog.good({}):
+            return checkpoint
+        return None
+
+    # -- saving ------------------------------------------------------------------------------------------------------
+
+    def save(self, step: int, *, loss: Any = None, metrics: Mapping[str, Any] | None = None) -> Checkpoint:
+        """Save everything as the checkpoint of a step: finite, whole and durable when this returns.
+
+        Killed at any moment, the directory holds the earlier checkpoints and this one or not, never a part of it.
+        Nothing older is deleted before the new file is safe on disk. The live objects are not changed: a run that
+        saves at every step has the same bits as one that never saves.
+
+        Args:
+            step: Optimizer steps completed, higher than that of the last save.
+            loss: The loss at this step: a number, tensor, NumPy scalar, or a dict or list of them. Has to be finite.
+            metrics: Name to number, for `keep_best`; may be NaN, which is never best.
+
+        Returns:
+            The checkpoint.
+
+        Raises:
+            NonFiniteError: The loss or a guarded tensor is NaN or Inf. Nothing was written, nothing rotated.
+            UnsavableStateError: A value could not be loaded again. Nothing was written.
+            StepExistsError: The step is the last one that was saved or restored.
+            DirectoryInUseError: The directory holds checkpoints that this manager did not restore from.
+            DirectoryLockedError: Another writer holds the directory.
+            ValueError: The step is lower than one that was saved, restored or ended.
+            OSError: The system refused, with errno: every earlier file is untouched, no temporary file is left.
+            DurabilityUnknownError: The file is in place, but a power loss may still take it back; nothing was pruned.
+
+        Cost:
+            One pass over the tensors for the guard, one for checksum and write, an fsync of the file and one of the
+            directory. Tensors on a device are copied to the host piece by piece.
+        """
+        step = self._next_step(step)
+        metrics = checked_metrics(metrics)
+        self._refuse_loss(step, loss)
+        snapshot = capture(self._components, gradients=self._gradients)
+        verdict = self._judge(step, loss, snapshot)
+        payload = encode(to_cpu(snapshot.payload), root="payload")
+        checkpoint = Checkpoint(
+            step=step,
+            path=self._files.path_of(step),
+            loss=as_floats(loss),
+            metrics=metrics,
+            created_at=dt.datetime.now(dt.UTC),
+            size_bytes=0,
+            run_id=self._run_id or secrets.token_hex(8),  # the system's entropy: no random stream is touched
+        )
+        self._enter_directory()
+        header = checkpoint.header(guard=verdict.record(self._guard))
+        written: WrittenFile = self._files.commit_step(step, lambda file: write_file(payload, file, header=header))
+        checkpoint = dataclasses.replace(checkpoint, size_bytes=written.size_bytes)
+        self._committed(checkpoint)
+        self._pruning.prune()
+        return checkpoint
+
+    def end_step(self, step: int, *, loss: Any = None, metrics: Mapping[str, Any] | None = None) -> Checkpoint | None:
+        """Tell the manager that a step is done: the loss is guarded, and a checkpoint saved when one is due.
+
+        One is due by `save_every`, and at once when a stop signal has come.
+
+        Args:
+            step: Optimizer steps completed, higher than at the last call.
+            loss: As in `save`. A tensor on a device costs a synchronisation: pass it every n steps if that matters.
+            metrics: As in `save`.
+
+        Returns:
+            The checkpoint that was saved, None when none was due.
+
+        Raises:
+            NonFiniteError: The loss is NaN or Inf (or, when a save was due, a guarded tensor). Nothing was written.
+            ValueError: The step is not higher than the last one.
+            Exception: What `save` raises, when a save was due.
+        """
+        step = checked_step(step)
+        if self._closed:
+            raise ValueError("this manager is closed")
+        if step <= self._step and (self._step or self._saved is not None):
+            raise ValueError(f"step {step} is not higher than step {self._step}, the last one ended, saved or restored")
+        if self._due.at(step, self._saved or 0) or self.stop_requested:
+            return self.save(step, loss=loss, metrics=metrics)
+        self._refuse_loss(step, loss)
+        self._step = step
+        return None
+
+    def _next_step(self, step: int) -> int:
+        step = checked_step(step)
+        if self._closed:
+            raise ValueError("this manager is closed")
+        if step == self._saved:
+            raise StepExistsError(step=step, path=self._files.path_of(step))
+        if step < self._step or (self._saved is not None and step < self._saved):
+            raise ValueError(f"step {step} is lower than step {self._step}; steps count completed optimizer steps")
+        return step
+
+    def _refuse_loss(self, step: int, loss: Any) -> None:
+        bad = nonfinite_loss(loss)
+        if bad is not None:
+            raise self._refusal(step, bad, Verdict([], []))
+
+    def _judge(self, step: int, loss: Any, snapshot: Snapshot) -> Verdict:
+        verdict = self._baseline.judge(snapshot.parts, self._guard)
+        if verdict.bad:
+            raise self._refusal(step, None, verdict)
+        return verdict
+
+    def _refusal(self, step: int, loss: str | None, verdict: Verdict) -> NonFiniteError:
+        """Note a refusal and return the error to raise."""
+        self._failed = step
+        names = [tensor.name for tensor in verdict.bad]
+        self._event("refused", step, loss=loss, tensors=names[:20], tensors_total=len(names))
+        good = None if self._saved is None else self._files.path_of(self._saved)
+        return NonFiniteError(
+            step=step,
+            loss=loss,
+            tensors=verdict.bad,
+            good="nothing was written; there is no checkpoint yet."
+            if good is None
+            else f"nothing was written or rotated; step {self._saved} is in {good}.",
+            next_step="stop, and start again from a lower learning rate or cleaner data."
+            if good is None
+            else f"manager.rollback(skip_batches=1) goes back to step {self._saved} without the last batch.",
+            path=self._files.path,
+        )
+
+    def _enter_directory(self) -> None:
+        """Take the directory for writing: create it, hold its lock, find only this run's files in it."""
+        if not self._lock.held:
+            self._refuse_strangers()  # before the lock, so that a wrong directory is left without a trace
+            self._files.create()
+            self._lock.acquire()
+            self._files.sweep()
+        self._lock.check()
+        self._refuse_strangers()
+        if self._left:
+            paths = self._files.set_aside(self._left)
+            self._event("set_aside", self._saved, files=[path.name for path in paths])
+            self._known -= self._left
+            self._left = set()
+
+    def _refuse_strangers(self) -> None:
+        strangers = [step for step in self._files.steps() if step not in self._known]
+        if strangers:
+            raise DirectoryInUseError(directory=self._files.path, steps=strangers)
+
+    def _committed(self, checkpoint: Checkpoint) -> None:
+        """Note a new checkpoint; memory is updated after the disk."""
+        self._run_id = checkpoint.run_id
+        self._step = self._saved = checkpoint.step
+        self._known.add(checkpoint.step)
+        self._failed = None
+        self._rollbacks.clear()
+        self._due.saved()
+        self._event("saved", checkpoint.step, loss=checkpoint.loss, size_bytes=checkpoint.size_bytes)
+
+    # -- restoring ---------------------------------------------------------------------------------------------------
+
+    def restore(
+        self, step: int | None = None, *, only: Collection[str] | None = None, keep_live: Collection[str] = ()
+    ) -> Checkpoint | None:
+        """Put a checkpoint into the live objects, all of it or nothing: the run goes on as the same run.
+
+        Everything is checked first (names, shapes, dtypes, classes, ties, parameter names of the optimizers, groups,
+        loader, devices); only when all of it fits is the first object changed. The random streams come last.
+        Afterwards every parameter's `.grad` is None, as at process start (or as saved, with `gradients=True`).
+
+        Args:
+            step: Which checkpoint; None for the newest good one. After an older one, the checkpoints with a higher
+                step are renamed at the next save, never picked as latest.
+            only: Names of the components to restore, and `"rng"` for the random streams; None for everything. A
+                manager that restored only some components does not write into the directory.
+            keep_live: Hyper-parameters as `component.name`, such as `"optimizer.weight_decay"`, whose live value
+                stays; all others come from the file.
+
+        Returns:
+            The checkpoint; None when the directory is missing or holds no checkpoint, and nothing was changed.
+
+        Raises:
+            CheckpointNotFoundError: There is no checkpoint of this step.
+            NoGoodCheckpointError: There are checkpoints and none is good: a fresh start must not look like a resume.
+            DamagedCheckpointError: The file of the step that was named is not good.
+            FormatVersionError: The newest file is of a newer format.
+            ComponentMismatchError: A component is on one side only.
+            StateMismatchError: Something does not fit; `mismatches` lists all of it.
+            ValueError: A name in `keep_live` is no hyper-parameter.
+
+        Warns:
+            SkippedCheckpointWarning: A newer file was passed over, with the reason.
+            HyperparameterReplacedWarning: The file's hyper-parameters replaced others in the script.
+            EnvironmentChangedWarning: The run computes in another environment than before, so bits may differ.
+
+        Cost:
+            The file is read once to verify it and mapped to copy from it; no second copy of the state is kept.
+        """
+        if self._closed:
+            raise ValueError("this manager is closed")
+        if step is not None:
+            step = checked_step(step)
+            if step not in self._files.steps():
+                raise CheckpointNotFoundError(
+                    directory=self._files.path, step=step, available_steps=self._files.steps()
+                )
+        found = self._restored(step, only, keep_live)
+        if found is None:
+            return None
+        checkpoint, ready = found
+        whole = only is None or set(self._components) <= set(only)
+        if whole:
+            self._adopt(checkpoint)
+        self._event("restored", checkpoint.step, only=None if only is None else list(only), replaced=ready.replaced)
+        if ready.replaced:
+            text = "\n  ".join(ready.replaced)
+            warnings.warn(
+                f"The checkpoint's hyper-parameters replaced those of the script (live -> saved):\n  {text}\n"
+                "Keep the live ones with restore(keep_live=('component.name', ...)).",
+                HyperparameterReplacedWarning,
+                stacklevel=2,
+            )
+        if ready.environment:
+            text = "\n  ".join(ready.environment)
+            warnings.warn(
+                f"The environment differs from the one that saved {checkpoint.path.name} (saved -> now), so the next "
+                f"losses may differ in their last bits:\n  {text}",
+                EnvironmentChangedWarning,
+                stacklevel=2,
+            )
+        return checkpoint
+
+    def _restored(
+        self, step: int | None, only: Collection[str] | None, keep_live: Collection[str]
+    ) -> tuple[Checkpoint, Plan] | None:
+        rejected: dict[Path, str] = {}
+        candidates = self._catalog.good(rejected) if step is None else self._catalog.one(step)
+        for file, checkpoint in candidates:
+            ready = self._plan(file, only, keep_live)
+            reason = self._not_finite(file, ready)
+            if reason is None:
+                ready.apply()
+                for path, why in rejected.items():
+                    self._event("passed_over", None, file=path.name, reason=why)
+                return checkpoint, ready
+            if step is not None:
+                raise DamagedCheckpointError(path=checkpoint.path, reason=reason)
+            rejected[checkpoint.path] = reason
+            skipped(checkpoint.path, reason)
+        if rejected:
+            raise NoGoodCheckpointError(
+                directory=self._files.path, rejected=[(str(path), reason) for path, reason in rejected.items()]
+            )
+        return None
+
+    def _plan(self, file: CheckpointFile, only: Collection[str] | None, keep_live: Collection[str]) -> Plan:
+        payload = file.load(map_location="cpu", mmap=True)
+        return plan(self._components, payload, only=only, keep_live=keep_live, path=file.path)
+
+    def _not_finite(self, file: CheckpointFile, ready: Plan) -> str | None:
+        """Return why the state in a file is not to be restored; the guard that it passed when saved judges it again."""
+        record = (file.header() or {}).get("guard", Verdict([], []).record(Guard()))
+        bad = Baseline({}).judge(ready.parts, guard_from_record(record)).bad
+        return f"it is not finite ({bad[0]})" if bad else None
+
+    def _adopt(self, checkpoint: Checkpoint) -> None:
+        """Go on from a checkpoint: the directory's files are this run's, those above the checkpoint will make way."""
+        self._run_id = checkpoint.run_id
+        self._step = self._saved = checkpoint.step
+        self._known = set(self._files.steps())
+        self._left = {step for step in self._known if step > checkpoint.step}
+        self._failed = None
+        self._due.saved()
+
+    # -- rolling back ------------------------------------------------------------------------------------------------
+
+    def rollback(self, *, skip_batches: int = 0, changed: bool = False) -> Checkpoint:
+        """Go back to the last finite checkpoint inside the running process.
+
+        Restores everything as `restore` does, clears the gradients, and sets aside checkpoints that are newer than
+        the one returned to. A loop over a `ResumableLoader` goes on from the rewound position.
+
+        An exact replay fails at the same place again. So say what is different this time: `skip_batches`, or
+        `changed` when you lower the learning rate or repair the data yourself.
+
+        Args:
+            skip_batches: Leave out this many of the batches handed out last, 1 for the one that failed. The earlier
+                ones since the checkpoint are replayed as they were.
+            changed: Something that the manager cannot see is changed before training goes on.
+
+        Returns:
+            The checkpoint that the run is at now.
+
+        Raises:
+            RollbackLoopError: The same step failed again after a rollback that changed nothing, or there were
+                `max_rollbacks` of them without a new checkpoint. Nothing was changed.
+            CheckpointNotFoundError: There is no good checkpoint to go back to. Nothing was changed.
+            ValueError: `skip_batches` is negative, or no component is a loader that can leave out batches.
+            DirectoryLockedError: Another writer holds the directory. Nothing was changed.
+        """
+        failing = self._step + 1 if self._failed is None else self._failed
+        changes = changed or skip_batches > 0
+        self._refuse_loop(failing, changes=changes)
+        left_out = self._batches_to_leave_out(skip_batches)
+        if self._saved is None:
+            raise CheckpointNotFoundError(directory=self._files.path)
+        self._enter_directory()
+        found = self._restored(None, None, ())
+        if found is None:
+            raise CheckpointNotFoundError(directory=self._files.path)
+        checkpoint, _ = found
+        for component, positions in left_out.items():
+            self._components[component].obj.leave_out(positions)
+        self._adopt(checkpoint)
+        self._rollbacks.append((failing, changes))
+        if self._left:
+            self._enter_directory()
+        self._event("rolled_back", checkpoint.step, failed_step=failing, left_out=left_out, changed=changed)
+        _log.info("rolled back from step %d to step %d", failing, checkpoint.step)
+        return checkpoint
+
+    def _refuse_loop(self, failing: int, *, changes: bool) -> None:
+        attempts = len(self._rollbacks)
+        if attempts >= self._max_rollbacks:
+            reason = f"max_rollbacks={self._max_rollbacks} without a new checkpoint in between"
+        elif not changes and (failing, False) in self._rollbacks:
+            reason = "the last rollback changed nothing, and neither would this one"
+        else:
+            return
+        raise RollbackLoopError(step=failing, attempts=attempts, reason=reason, path=self._files.path)
+
+    def _batches_to_leave_out(self, count: int) -> dict[str, Any]:
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise ValueError(f"skip_batches must be an int, 0 or more; got {count!r}")
+        if count == 0:
+            return {}
+        able = {name: c.obj for name, c in self._components.items() if hasattr(c.obj, "leave_out")}
+        if not able:
+            raise ValueError(
+                "skip_batches needs a loader that can leave out batches among the components: wrap the DataLoader in "
+                "safeckpt.ResumableLoader and register it"
+            )
+        return {name: loader.last_batches(count) for name, loader in able.items()}
+
+    def _event(self, kind: str, step: int | None, **data: Any) -> None:
+        """Append to the history; a directory that is not there yet, or not writable, has none."""
+        if os.access(self._files.path, os.W_OK):
+            self._events.append(kind, step=step, **data)
