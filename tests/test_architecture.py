@@ -1,0 +1,159 @@
+"""The layout is the architecture: layers, and the one place for each dangerous call, are held by these tests."""
+
+import ast
+import importlib
+from pathlib import Path
+
+import pytest
+
+import safeckpt
+
+PACKAGE = Path(safeckpt.__file__).parent
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+# Each part may import the parts of lower rank, and itself.
+RANKS = {
+    "errors": 0,
+    "store": 1,
+    "file": 1,
+    "state": 1,
+    "arguments": 2,
+    "signals": 2,
+    "catalog": 2,
+    "loader": 2,
+    "functional": 3,
+    "schedule": 3,
+    "replay": 3,
+    "manager": 4,
+    "proof": 5,
+    "demo": 6,
+    "cli": 7,
+    "__init__": 8,
+    "__main__": 8,
+}
+RENAMES_SYNCS_UNLINKS = {
+    "rename", "renames", "replace", "fsync", "fdatasync", "unlink", "remove", "removedirs", "rmdir", "rmtree",
+    "truncate", "ftruncate", "link", "symlink",
+}  # fmt: skip
+
+
+def part_of(path):
+    """Return the first name below the package: a subpackage or a module."""
+    first = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    return "loader" if first.startswith("_loader") else first
+
+
+def imports_of(path):
+    """Yield (top module, part of safeckpt or None) for every import that runs."""
+    tree = ast.parse(path.read_text())
+    for_types = [
+        node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    ]
+    skipped = {id(node) for block in for_types for node in ast.walk(block)}
+    for node in ast.walk(tree):
+        names = []
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names = [node.module]
+            if node.module == "safeckpt":
+                names = [f"safeckpt.{alias.name}" for alias in node.names]
+        for name in names:
+            top, _, rest = name.partition(".")
+            yield top, (rest.partition(".")[0] or None) if top == "safeckpt" else None
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_module_imports_only_downward(path):
+    """A module imports its own part and parts of lower rank, nothing beside or above it."""
+    part = part_of(path)
+    for _, other in imports_of(path):
+        if other is None:
+            continue
+        other = "loader" if other.startswith("_loader") else other
+        if other != part:
+            assert RANKS[other] < RANKS[part], f"{path.name} ({part}) imports {other}"
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "store").rglob("*.py")), ids=lambda path: path.name)
+def test_store_imports_neither_torch_nor_numpy(path):
+    """The store knows files, not tensors."""
+    assert not {"torch", "numpy"} & {top for top, _ in imports_of(path)}
+
+
+def attribute_calls(path, owners):
+    """Yield the names called as attributes of one of the given modules."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            owner = node.func.value
+            if isinstance(owner, ast.Name) and owner.id in owners:
+                yield f"{owner.id}.{node.func.attr}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_only_store_renames_syncs_and_unlinks(path):
+    """Calls that rename, sync or delete stand in store/disk.py alone."""
+    calls = {call for call in attribute_calls(path, {"os", "shutil"}) if call.split(".")[1] in RENAMES_SYNCS_UNLINKS}
+    assert not calls or path == PACKAGE / "store" / "disk.py", calls
+    methods = [
+        node.func.attr
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in {"unlink", "rmdir", "rename", "hardlink_to", "symlink_to", "write_bytes", "write_text"}
+        and not (isinstance(node.func.value, ast.Name) and node.func.value.id in {"disk", "os"})
+    ]
+    assert not methods, methods
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_only_file_calls_torch_save_and_load(path):
+    """torch's own reader is called in file/ alone, its writer nowhere (but in the demo, which shows its failures)."""
+    calls = set(attribute_calls(path, {"torch"})) & {"torch.save", "torch.load"}
+    part = part_of(path)
+    assert not calls or part in {"file", "demo"}, calls
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_nothing_is_caught_wholesale(path):
+    """There is no bare except and no except Exception."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ExceptHandler):
+            assert node.type is not None, f"{path.name}:{node.lineno}: bare except"
+            names = {name.id for name in ast.walk(node.type) if isinstance(name, ast.Name)}
+            assert "Exception" not in names, f"{path.name}:{node.lineno}: except Exception"
+
+
+def test_public_names_are_pinned():
+    """The public names are those in the contract, sorted; adding or dropping one is a decision, not an accident."""
+    assert safeckpt.__all__ == sorted(safeckpt.__all__)
+    assert all(hasattr(safeckpt, name) for name in safeckpt.__all__)
+    contract = {
+        "Best", "Checkpoint", "CheckpointManager", "FileReport", "Guard", "NonFiniteTensor", "check_gradients",
+        "find_nonfinite", "latest", "load", "save", "verify",
+        "SafeckptError", "SaveError", "NonFiniteError", "UnsavableStateError", "StepExistsError", "DirectoryInUseError",
+        "LoadError", "CheckpointNotFoundError", "DamagedCheckpointError", "FormatVersionError", "UntrustedTypeError",
+        "NoGoodCheckpointError", "RestoreError", "ComponentMismatchError", "StateMismatchError", "RollbackError",
+        "RollbackLoopError", "DirectoryLockedError", "DurabilityUnknownError",
+        "SafeckptWarning", "SkippedCheckpointWarning", "EnvironmentChangedWarning", "UncapturedStateWarning",
+        "HyperparameterReplacedWarning", "ReplayMismatchWarning",
+    }  # fmt: skip
+    assert set(safeckpt.__all__) == contract
+
+
+def test_every_error_is_public():
+    """Whatever can be raised or warned can be caught by its name from the top of the package."""
+    assert set(importlib.import_module("safeckpt.errors").__all__) <= set(safeckpt.__all__)
+
+
+def test_run_time_needs_three_packages():
+    """torch, numpy and filelock are all that is imported at run time, beside what an extra brings."""
+    allowed = {"torch", "numpy", "filelock", "safeckpt"}
+    extras = {"cli": {"click", "rich"}, "proof": {"matplotlib"}}
+    stdlib = set(importlib.import_module("sys").stdlib_module_names)
+    for path in MODULES:
+        tops = {top for top, _ in imports_of(path)} - stdlib - allowed - {"__future__"}
+        assert tops <= extras.get(part_of(path), set()), f"{path}: {tops}"
