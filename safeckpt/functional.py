@@ -73,13 +73,13 @@ def save(
             f"{' and '.join(map(str, _READABLE_PROTOCOLS))} only"
         )
     _refuse_nonfinite(obj, loss, allow_nonfinite, f)
-    payload = _file.encode(obj)
-    if isinstance(f, str | os.PathLike):
-        commit(f, lambda new: _file.write_file(payload, new, pickle_protocol=pickle_protocol))
-    elif callable(getattr(f, "write", None)):
-        _file.write_file(payload, f, pickle_protocol=pickle_protocol)
-    else:
+    if not isinstance(f, str | os.PathLike) and not callable(getattr(f, "write", None)):
         raise TypeError(f"f must be a path or an object with write(); got {type(f).__name__}")
+    prepared = _file.prepare(_file.encode(obj), pickle_protocol=pickle_protocol)
+    if isinstance(f, str | os.PathLike):
+        commit(f, prepared.write, size_bytes=prepared.size_bytes)
+    else:
+        prepared.write(f)
 
 
 def _refuse_nonfinite(obj: object, loss: Any, allow: Sequence[str], f: object) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from safeckpt.arguments import as_floats, checked_metrics, checked_step
+from safeckpt.background import BackgroundWriter
 from safeckpt.catalog import Catalog, Checkpoint, skipped
 from safeckpt.errors import (
     CheckpointNotFoundError,
@@ -26,7 +27,7 @@ from safeckpt.errors import (
     StepExistsError,
     UncapturedStateWarning,
 )
-from safeckpt.file import CheckpointFile, WrittenFile, encode, write_file
+from safeckpt.file import CheckpointFile, PreparedFile, encode, prepare
 from safeckpt.schedule import Pruning, SaveSchedule
 from safeckpt.signals import StopSignals
 from safeckpt.state import (
@@ -34,6 +35,7 @@ from safeckpt.state import (
     Guard,
     Plan,
     Snapshot,
+    Staging,
     Verdict,
     capture,
     guard_from_record,
@@ -65,6 +67,9 @@ class CheckpointManager:
         keep_every: Checkpoints whose step is a multiple of this are kept for good.
         save_every: When `end_step` saves: a number of steps (each time a multiple of it is reached or passed), or a
             `timedelta` since the last save. None: only `save` saves.
+        async_save: `save` returns when the state is guarded and copied, and a thread writes it. Takes memory for one
+            more copy of the state. A failed write is raised by the next `save`, `wait`, `restore`, `rollback` or
+            `close`, and logged at once; an interpreter that exits finishes the write.
         guard: What has to be finite, besides the loss and the parameters.
         gradients: Save gradients too, for saves between the micro-steps of gradient accumulation.
         max_rollbacks: Rollbacks allowed without a new checkpoint in between.
@@ -99,6 +104,7 @@ class CheckpointManager:
         keep_best: Best | Sequence[Best] | None = None,
         keep_every: int | None = None,
         save_every: int | dt.timedelta | None = None,
+        async_save: bool = False,
         guard: Guard = Guard(),  # noqa: B008 - frozen
         gradients: bool = False,
         max_rollbacks: int = 3,
@@ -115,6 +121,9 @@ class CheckpointManager:
             raise ValueError(f"max_rollbacks must be an int, 1 or more; got {max_rollbacks!r}")
         self._guard = guard
         self._gradients = bool(gradients)
+        self._staging = Staging() if async_save else None
+        self._writer = BackgroundWriter()
+        self._copied: tuple[int, dict[str, Any]] | None = None  # step and payload that the staging memory holds
         self._max_rollbacks = max_rollbacks
         self._components = register(components)
         self._baseline = Baseline(self._components)
@@ -154,14 +163,25 @@ class CheckpointManager:
         self.close()
 
     def close(self) -> None:
-        """Finish what is pending and give the directory's lock and the signal handlers back. May be called twice."""
-        self.wait()
-        self._closed = True
-        self._lock.release()
-        self._signals.restore()
+        """Finish what is pending and give the directory's lock and the signal handlers back. May be called twice.
+
+        Raises:
+            BaseException: What a write in the background has raised; the manager is closed all the same.
+        """
+        try:
+            self.wait()
+        finally:
+            self._closed = True
+            self._lock.release()
+            self._signals.restore()
 
     def wait(self) -> None:
-        """Return when every save is committed. A save is committed when it returns, so there is nothing to wait for."""
+        """Return when every save is committed. Only with `async_save` is there anything to wait for.
+
+        Raises:
+            BaseException: What a write in the background has raised, once; earlier checkpoints are untouched.
+        """
+        self._writer.wait()
 
     def checkpoints(self) -> tuple[Checkpoint, ...]:
         """Return the checkpoints that pass the cheap check (name, trailer, size, structure), ascending by step.
@@ -189,6 +209,9 @@ class CheckpointManager:
     def save(self, step: int, *, loss: Any = None, metrics: Mapping[str, Any] | None = None) -> Checkpoint:
         """Save everything as the checkpoint of a step: finite, whole and durable when this returns.
 
+        With `async_save` it is guarded and copied when this returns, and durable after `wait`; until then it is in no
+        listing. A save that is still being written is waited for first.
+
         Killed at any moment, the directory holds the earlier checkpoints and this one or not, never a part of it.
         Nothing older is deleted before the new file is safe on disk. The live objects are not changed: a run that
         saves at every step has the same bits as one that never saves.
@@ -215,12 +238,15 @@ class CheckpointManager:
             One pass over the tensors for the guard, one for checksum and write, an fsync of the file and one of the
             directory. Tensors on a device are copied to the host piece by piece.
         """
+        if self._writer.busy:
+            self._event("waited", step, reason="the save before is still being written")
+        self.wait()
         step = self._next_step(step)
         metrics = checked_metrics(metrics)
         self._refuse_loss(step, loss)
         snapshot = capture(self._components, gradients=self._gradients)
-        verdict = self._judge(step, loss, snapshot)
-        payload = encode(to_cpu(snapshot.payload), root="payload")
+        verdict = self._judge(step, snapshot)
+        payload = encode(snapshot.payload, root="payload")
         checkpoint = Checkpoint(
             step=step,
             path=self._files.path_of(step),
@@ -230,10 +256,21 @@ class CheckpointManager:
             size_bytes=0,
             run_id=self._run_id or secrets.token_hex(8),  # the system's entropy: no random stream is touched
         )
-        self._enter_directory()
         header = checkpoint.header(guard=verdict.record(self._guard))
-        written: WrittenFile = self._files.commit_step(step, lambda file: write_file(payload, file, header=header))
-        checkpoint = dataclasses.replace(checkpoint, size_bytes=written.size_bytes)
+        self._enter_directory()
+        if self._staging is None:
+            return self._write(checkpoint, prepare(to_cpu(payload), header=header))
+        self._copied = None
+        self._copied = (step, self._staging.copy(payload))
+        prepared = prepare(self._copied[1], header=header)
+        self._writer.start(lambda: self._write(checkpoint, prepared), f"the save of step {step}")
+        self._step = step
+        return dataclasses.replace(checkpoint, size_bytes=prepared.size_bytes)
+
+    def _write(self, checkpoint: Checkpoint, prepared: PreparedFile) -> Checkpoint:
+        """Commit, and only then forget what is no longer needed."""
+        checkpoint = dataclasses.replace(checkpoint, size_bytes=prepared.size_bytes)
+        self._files.commit_step(checkpoint.step, prepared.write, size_bytes=prepared.size_bytes)
         self._committed(checkpoint)
         self._pruning.prune()
         return checkpoint
@@ -282,7 +319,7 @@ class CheckpointManager:
         if bad is not None:
             raise self._refusal(step, bad, Verdict([], []))
 
-    def _judge(self, step: int, loss: Any, snapshot: Snapshot) -> Verdict:
+    def _judge(self, step: int, snapshot: Snapshot) -> Verdict:
         verdict = self._baseline.judge(snapshot.parts, self._guard)
         if verdict.bad:
             raise self._refusal(step, None, verdict)
@@ -378,6 +415,7 @@ class CheckpointManager:
         """
         if self._closed:
             raise ValueError("this manager is closed")
+        self.wait()
         if step is not None:
             step = checked_step(step)
             if step not in self._files.steps():
@@ -458,7 +496,8 @@ class CheckpointManager:
         """Go back to the last finite checkpoint inside the running process.
 
         Restores everything as `restore` does, clears the gradients, and sets aside checkpoints that are newer than
-        the one returned to. A loop over a `ResumableLoader` goes on from the rewound position.
+        the one returned to. With `async_save` the state usually comes from the copy in memory, without reading the
+        disk. A loop over a `ResumableLoader` goes on from the rewound position.
 
         An exact replay fails at the same place again. So say what is different this time: `skip_batches`, or
         `changed` when you lower the learning rate or repair the data yourself.
@@ -478,6 +517,7 @@ class CheckpointManager:
             ValueError: `skip_batches` is negative, or no component is a loader that can leave out batches.
             DirectoryLockedError: Another writer holds the directory. Nothing was changed.
         """
+        self.wait()
         failing = self._step + 1 if self._failed is None else self._failed
         changes = changed or skip_batches > 0
         self._refuse_loop(failing, changes=changes)
@@ -485,18 +525,32 @@ class CheckpointManager:
         if self._saved is None:
             raise CheckpointNotFoundError(directory=self._files.path)
         self._enter_directory()
-        found = self._restored(None, None, ())
-        if found is None:
-            raise CheckpointNotFoundError(directory=self._files.path)
-        checkpoint, _ = found
+        checkpoint = self._restored_from_memory()
+        source = "memory"
+        if checkpoint is None:
+            source = "disk"
+            found = self._restored(None, None, ())
+            if found is None:
+                raise CheckpointNotFoundError(directory=self._files.path)
+            checkpoint, _ = found
         for component, positions in left_out.items():
             self._components[component].obj.leave_out(positions)
         self._adopt(checkpoint)
         self._rollbacks.append((failing, changes))
         if self._left:
             self._enter_directory()
-        self._event("rolled_back", checkpoint.step, failed_step=failing, left_out=left_out, changed=changed)
+        self._event(
+            "rolled_back", checkpoint.step, failed_step=failing, left_out=left_out, changed=changed, source=source
+        )
         _log.info("rolled back from step %d to step %d", failing, checkpoint.step)
+        return checkpoint
+
+    def _restored_from_memory(self) -> Checkpoint | None:
+        """Restore the copy that an asynchronous save left, when it is of the newest checkpoint and that is on disk."""
+        if self._copied is None or self._copied[0] != self._saved or not self._catalog.is_good(self._saved):
+            return None
+        checkpoint = self._catalog.peek(self._saved)
+        plan(self._components, self._copied[1], path=checkpoint.path).apply()
         return checkpoint
 
     def _refuse_loop(self, failing: int, *, changes: bool) -> None:

@@ -4,15 +4,17 @@ from safeckpt.file.encode import encode
 from safeckpt.file.read import CheckpointFile, open_file, verify
 from safeckpt.file.report import FileReport
 from safeckpt.file.trailer import FORMAT_VERSION
-from safeckpt.file.write import WrittenFile, write_file
+from safeckpt.file.write import PreparedFile, WrittenFile, prepare, write_file
 
 __all__ = [
     "FORMAT_VERSION",
     "CheckpointFile",
     "FileReport",
+    "PreparedFile",
     "WrittenFile",
     "encode",
     "open_file",
+    "prepare",
     "verify",
     "write_file",
 ]

@@ -40,7 +40,7 @@ class Claim:
     @property
     def nbytes(self) -> int:
         """Length that the record must have."""
-        return self.numel * torch._utils._element_size(self.dtype)
+        return self.numel * self.dtype.itemsize
 
 
 class Value:
@@ -80,7 +80,8 @@ def storage_dtype(name: str) -> torch.dtype | None:
         return torch.uint8
     if module not in ("torch", "torch.cuda") or not kind.endswith("Storage"):
         return None
-    return torch.storage._storage_type_to_dtype_map().get(kind)
+    found: torch.dtype | None = torch.storage._storage_type_to_dtype_map().get(kind)
+    return found
 
 
 def result_of(name: str, args: tuple[Any, ...], depth: int) -> Value:
@@ -119,7 +120,7 @@ def _check_strided(name: str, args: tuple[Any, ...]) -> None:
         raise PickleError("a tensor has an impossible shape")
     claim: Claim = storage.of
     have = claim.nbytes
-    itemsize = torch._utils._element_size(claim.dtype)
+    itemsize: int = claim.dtype.itemsize
     if name.endswith("_rebuild_tensor_v3"):
         itemsize = _v3_itemsize(args)
     last = offset + sum((extent - 1) * step for extent, step in zip(extents, steps, strict=True))
@@ -136,7 +137,7 @@ def _v3_itemsize(args: tuple[Any, ...]) -> int:
     )
     if not isinstance(found, torch.dtype):
         raise PickleError("a tensor has no known dtype")
-    return torch._utils._element_size(found)
+    return found.itemsize
 
 
 def _check_from_type(name: str, args: tuple[Any, ...]) -> None:

@@ -14,7 +14,7 @@ import struct
 import threading
 from functools import lru_cache
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 from zlib import crc32
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ class CrcPool:
         while (task := self._tasks.get()) is not None:
             task.run()
 
-    def __enter__(self) -> CrcPool:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -39,7 +39,7 @@ def storage_bytes(storage: torch.UntypedStorage, low: int, high: int) -> torch.T
 def _host_pieces(data: torch.Tensor, cuts: Iterable[tuple[int, int]]) -> Iterator[memoryview]:
     """Give pieces of a tensor of bytes, staged through pinned memory when it is on an accelerator."""
     if data.device.type == "cpu":
-        view = memoryview(data.numpy())
+        view = memoryview(data.numpy())  # type: ignore[arg-type]  # NumPy's stubs predate the buffer protocol's
         for low, high in cuts:
             yield view[low:high]
         return
@@ -49,7 +49,7 @@ def _host_pieces(data: torch.Tensor, cuts: Iterable[tuple[int, int]]) -> Iterato
         # cache, so the cost of pinning is paid for the first few only.
         host = torch.empty(high - low, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         host.copy_(data[low:high])
-        yield memoryview(host.numpy())
+        yield memoryview(host.numpy())  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import argparse
 import array
 import collections
 import dataclasses
-import datetime
+import datetime as dt
 import decimal
 import enum
 import fractions
@@ -21,8 +21,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]  # not in its __all__
 
 __all__ = ["cure_for", "special_reason"]
+
+_REGISTER = "register its type with torch.serialization.add_safe_globals"
 
 # The first row that fits counts, so subclasses stand before their bases. {x} is the key path of the value.
 _CURES: tuple[tuple[Any, str], ...] = (
@@ -45,9 +48,8 @@ _CURES: tuple[tuple[Any, str], ...] = (
     (str, "save str({x})"),
     (bytes, "save bytes({x})"),
     (bytearray, "save bytearray({x})"),
-    (torch.nn.parameter.UninitializedTensorMixin, "run one forward pass, which gives it its shape, then save"),
-    (torch.Tensor, "save {x}.detach().as_subclass(torch.Tensor), or register its type with "
-     "torch.serialization.add_safe_globals"),
+    (UninitializedTensorMixin, "run one forward pass, which gives it its shape, then save"),
+    (torch.Tensor, f"save {{x}}.detach().as_subclass(torch.Tensor), or {_REGISTER}"),
     (torch.UntypedStorage, "save torch.empty(0, dtype=torch.uint8).set_({x}), a tensor over the same bytes"),
     (torch.nn.Module, "save {x}.state_dict()"),
     (torch.Generator, "save {x}.get_state()"),
@@ -56,8 +58,8 @@ _CURES: tuple[tuple[Any, str], ...] = (
     (random.Random, "save {x}.getstate()"),
     (pathlib.PurePath, "save str({x})"),
     ((argparse.Namespace, types.SimpleNamespace), "save vars({x})"),
-    ((datetime.datetime, datetime.date, datetime.time), "save {x}.isoformat()"),
-    (datetime.timedelta, "save {x}.total_seconds()"),
+    ((dt.datetime, dt.date, dt.time), "save {x}.isoformat()"),
+    (dt.timedelta, "save {x}.total_seconds()"),
     ((decimal.Decimal, fractions.Fraction, uuid.UUID), "save str({x})"),
     (slice, "save ({x}.start, {x}.stop, {x}.step)"),
     (type(Ellipsis), "save None, or the string '...'"),
@@ -75,8 +77,7 @@ _CURES: tuple[tuple[Any, str], ...] = (
     (types.ModuleType, "save {x}.__name__"),
     ((types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, np.ufunc),
      "leave it out, or save its name and look it up after loading: code is no state"),
-    (type, "save {x}.__qualname__ and look it up after loading, or register it with "
-     "torch.serialization.add_safe_globals"),
+    (type, f"save {{x}}.__qualname__ and look it up after loading, or {_REGISTER}"),
     (abc.Iterator, "save list({x}), or the position in it"),
 )  # fmt: skip
 
@@ -106,7 +107,7 @@ def _by_shape(value: object) -> str:
     if callable(getattr(value, "state_dict", None)):
         return "save {x}.state_dict()"
     if hasattr(value, "__dict__"):
-        return "save vars({x}), or register its type with torch.serialization.add_safe_globals"
+        return f"save vars({{x}}), or {_REGISTER}"
     return "store plain values and tensors in its place"
 
 
@@ -116,7 +117,7 @@ def _sentence(cure: str, location: str) -> str:
 
 def special_reason(value: object) -> tuple[str]:
     """Return why a value is refused, where it is not simply that a safe load does not know its type."""
-    if isinstance(value, torch.nn.parameter.UninitializedTensorMixin):
+    if isinstance(value, UninitializedTensorMixin):
         return ("it has no shape and no data yet",)
     if isinstance(value, torch.UntypedStorage):
         return ("a safe load would give back another type",)

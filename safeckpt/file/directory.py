@@ -90,7 +90,7 @@ def _is_end(data: bytes, comment_bytes: int) -> bool:
     if len(data) != END_BYTES:
         return False
     fields = _END.unpack(data)
-    return fields[0] == _END_SIGNATURE and fields[-1] == comment_bytes
+    return bool(fields[0] == _END_SIGNATURE and fields[-1] == comment_bytes)
 
 
 def _what_is_it(source: Source) -> str:

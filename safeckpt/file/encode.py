@@ -191,7 +191,7 @@ class _Walker:
     def _attributes(self, attributes: dict[str, Any], depth: int) -> None:
         name = ""
         try:
-            for name, item in attributes.items():
+            for name, item in attributes.items():  # noqa: B007  read where the error passes
                 self.walk(item, depth + 1)
         except _RefusedError as refused:
             refused.steps.append(f".{name}")
@@ -313,7 +313,8 @@ class _Rebuild:
                 new.__dict__.update((name, self.of(item)) for name, item in value.__dict__.items())
             return new
         if kind is list:
-            items = self._done[id(value)] = []
+            items: list[Any] = []
+            self._done[id(value)] = items
             items.extend(self.of(item) for item in value)
             return items
         if kind in _CONTAINERS:  # tuple, set, Counter: complete when they are made

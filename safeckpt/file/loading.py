@@ -161,7 +161,7 @@ class _Placement:
         meta = torch.serialization._is_meta_location(map_location)
         # Torch treats some values of map_location specially, so it is replaced only where there is a need to.
         wrapped = (packed_keys and not meta) or callable(map_location)
-        self.map_location = self._place if wrapped else map_location
+        self.map_location: Any = self._place if wrapped else map_location
 
     def _place(self, storage: torch.UntypedStorage, location: str) -> Any:
         try:

@@ -84,7 +84,7 @@ def stored_dtype(tensor: torch.Tensor) -> torch.dtype | None:
 def use_of(tensor: torch.Tensor) -> Use:
     """Describe a strided tensor as a view of its storage."""
     dtype = stored_dtype(tensor)
-    return Use.of(dtype, tensor.element_size(), tensor.storage_offset(), tuple(tensor.size()), tensor.stride())
+    return Use.of(dtype, tensor.element_size(), int(tensor.storage_offset()), tuple(tensor.size()), tensor.stride())
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -106,7 +106,7 @@ def _of_storage(storage: torch.TypedStorage | torch.UntypedStorage) -> tuple[tor
     if isinstance(storage, torch.UntypedStorage):
         return storage, Use.of(None, 1, 0, (storage.nbytes(),), (1,))
     untyped = storage._untyped_storage
-    itemsize = torch._utils._element_size(storage.dtype)
+    itemsize = storage.dtype.itemsize
     return untyped, Use.of(storage.dtype, itemsize, 0, (untyped.nbytes() // itemsize,), (1,))
 
 
@@ -123,7 +123,7 @@ def _rewrite(reduced: Any, change: Callable[[Any, Use], tuple[Any, int, tuple[in
         return reduced
     storage, offset, size, stride, *rest = args
     dtype = rest[2] if function is _rebuild_tensor_v3 else storage.dtype
-    itemsize = torch._utils._element_size(dtype)
+    itemsize = dtype.itemsize
     use = Use.of(None if isinstance(storage, torch.UntypedStorage) else dtype, itemsize, offset, size, stride)
     storage, offset, stride = change(storage, use)
     return function, (storage, offset, size, stride, *rest)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Self
 from zlib import crc32
 
 from safeckpt.errors import DamagedCheckpointError
@@ -71,7 +71,7 @@ class CheckpointFile:
         self.size_bytes = source.size_bytes
         self.trailer = trailer
 
-    def __enter__(self) -> CheckpointFile:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -172,10 +172,10 @@ class _Scanner:
             stack.append(Value("list", items=[]))
         elif code == 0x8F:  # EMPTY_SET
             stack.append(Value("set"))
-        elif code == 0x75 or code == 0x73:  # SETITEMS, SETITEM
+        elif code in (0x75, 0x73):  # SETITEMS, SETITEM
             items = self._marked() if code == 0x75 else [stack.pop(-2), stack.pop()]
             self._set_items(self._stack[-1], items)
-        elif code == 0x65 or code == 0x61:  # APPENDS, APPEND
+        elif code in (0x65, 0x61):  # APPENDS, APPEND
             items = self._marked() if code == 0x65 else [stack.pop()]
             self._append(self._stack[-1], items)
         elif code == 0x62:  # BUILD
@@ -224,7 +224,9 @@ class _Scanner:
         return found
 
     def _storage(self, persistent_id: Any) -> Value:
-        items = persistent_id.items if type(persistent_id) is Value and persistent_id.kind == "tuple" else ()
+        items: tuple[Any, ...] = ()
+        if type(persistent_id) is Value and persistent_id.kind == "tuple":
+            items = persistent_id.items
         if len(items) != 5:
             raise PickleError("it refers to something that is no storage")
         word, kind, key, location, numel = items

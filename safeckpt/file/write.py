@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from safeckpt.file.contents import Content
     from safeckpt.file.pickling import Pickled
 
-__all__ = ["Writable", "WrittenFile", "header_bytes", "write_file"]
+__all__ = ["PreparedFile", "Writable", "WrittenFile", "header_bytes", "prepare", "write_file"]
 
 _SMALL_BYTES = 64 << 10  # below this, copying into one buffer is cheaper than a system call and a thread
 _JOINED_BYTES = 1 << 20  # small pieces are joined up to about this before they are written
@@ -71,28 +71,52 @@ def header_bytes(header: Mapping[str, Any]) -> bytes:
     return data
 
 
-def write_file(
-    payload: object, f: Writable, *, header: Mapping[str, Any] | None = None, pickle_protocol: int = 2
-) -> WrittenFile:
-    """Write a payload as an ordinary torch file with a trailer.
+@dataclass(frozen=True)
+class PreparedFile:
+    """A file that is all decided and not yet written: its pickle is made and checked, its length is known.
+
+    It refers to the tensors of its payload, which must not change before it is written.
+
+    Attributes:
+        size_bytes: Length that the file will have, trailer included.
+    """
+
+    size_bytes: int
+    _names: Sequence[str]
+    _contents: Sequence[Content | bytes]
+
+    def write(self, f: Writable) -> WrittenFile:
+        """Write it.
+
+        Args:
+            f: Where to write; raw files that write short are fine.
+
+        Returns:
+            Size and digest.
+
+        Raises:
+            OSError: From ``f``, as it is; what was written so far is not a whole file.
+
+        Cost:
+            One pass over the data and its bytes written once. CPU tensors are not copied; a tensor on another
+            device is staged through host memory one chunk at a time.
+        """
+        with CrcPool() as pool:
+            return _Writer(f, pool).write(self._names, self._contents)
+
+
+def prepare(payload: object, *, header: Mapping[str, Any] | None = None, pickle_protocol: int = 2) -> PreparedFile:
+    """Pickle a payload and lay the file out; nothing is written.
 
     The bytes depend on the payload and the header alone.
 
     Args:
         payload: What :func:`safeckpt.file.encode.encode` returned.
-        f: Where to write; raw files that write short are fine.
         header: JSON values to be found without unpickling, see :meth:`CheckpointFile.header`.
         pickle_protocol: 2, or 3.
 
-    Returns:
-        Size and digest.
-
     Raises:
-        OSError: From ``f``, as it is; what was written so far is not a whole file.
-
-    Cost:
-        One pass over the data and its bytes written once. CPU tensors are not copied; a tensor on another device
-        is staged through host memory one chunk at a time.
+        UnsavableStateError: A load would refuse it: the payload did not come from ``encode``.
     """
     pickled = pickle_payload(payload, pickle_protocol)
     _check_readable(pickled)
@@ -104,8 +128,22 @@ def write_file(
     byteorder = sys.byteorder.encode("ascii")
     contents += [pickled.data, b"1", b"%d" % ALIGNMENT_BYTES, byteorder, *pickled.contents, b"3\n"]
     names = archive.record_names(len(pickled.contents), header=header is not None, packs=bool(pickled.packed))
-    with CrcPool() as pool:
-        return _Writer(f, pool).write(names, contents)
+    entries, directory_offset = archive.layout(_sizes(names, contents))
+    end = archive.end_of_archive(len(entries), directory_offset, 0, TRAILER_BYTES)
+    directory_bytes = len(archive.central_directory(entries))
+    return PreparedFile(directory_offset + directory_bytes + len(end) + TRAILER_BYTES, names, contents)
+
+
+def write_file(
+    payload: object, f: Writable, *, header: Mapping[str, Any] | None = None, pickle_protocol: int = 2
+) -> WrittenFile:
+    """Prepare a payload and write it, see :func:`prepare` and :meth:`PreparedFile.write`."""
+    return prepare(payload, header=header, pickle_protocol=pickle_protocol).write(f)
+
+
+def _sizes(names: Sequence[str], contents: Sequence[Content | bytes]) -> list[tuple[str, int]]:
+    sizes = [len(data) if isinstance(data, bytes) else data.nbytes for data in contents]
+    return list(zip(names, [*sizes, _ID_BYTES], strict=True))
 
 
 def _check_readable(pickled: Pickled) -> None:
@@ -133,8 +171,7 @@ class _Writer:
 
     def write(self, names: Sequence[str], contents: Sequence[Content | bytes]) -> WrittenFile:
         """Write the records, the last of which is the serialization id, and all that belongs to a file."""
-        sizes = [len(data) if isinstance(data, bytes) else data.nbytes for data in contents]
-        entries, directory_offset = archive.layout(list(zip(names, [*sizes, _ID_BYTES], strict=True)))
+        entries, directory_offset = archive.layout(_sizes(names, contents))
         pieces = self._ahead(_pieces(entries, contents))
         for entry in entries[:-1]:
             self._record(entry, pieces)

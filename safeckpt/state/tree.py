@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-__all__ = ["copy_tree", "join", "map_tensors", "named_tensors", "to_cpu"]
+__all__ = ["Cluster", "clusters_of", "copy_tree", "join", "map_tensors", "named_tensors", "place", "to_cpu"]
 
 
 def join(prefix: str, name: object) -> str:
@@ -77,38 +79,60 @@ def map_tensors(
     return result
 
 
-def copy_tree(tree: Any) -> Any:
-    """Return a copy that shares nothing mutable with `tree`; tensors that overlap in memory still do so in the copy."""
-    fresh = _copy_storages([tensor for _, tensor in named_tensors(tree) if _is_plain(tensor)], on_cpu=False)
+@dataclass(frozen=True)
+class Cluster:
+    """A stretch of one storage, and the tensors that read it: all that overlap, directly or through each other.
 
-    def clone(tensor: torch.Tensor) -> torch.Tensor:
-        return _placed(tensor, fresh) if id(tensor) in fresh else tensor.detach().clone()
-
-    return map_tensors(tree, clone, copy.deepcopy)
-
-
-def _placed(tensor: torch.Tensor, fresh: dict[int, tuple[torch.Tensor, int]]) -> torch.Tensor:
-    memory, start = fresh[id(tensor)]
-    return memory.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset() - start)
-
-
-def to_cpu(tree: Any) -> Any:
-    """Return the tree with every tensor in host memory: those that are there already as they are, others copied.
-
-    What overlaps on the device overlaps in the copy, so ties survive the transfer.
+    Attributes:
+        start: First element of the storage that is read.
+        numel: Elements from there to the last one that is read.
+        members: The tensors.
     """
-    away = [tensor for _, tensor in named_tensors(tree) if tensor.device.type not in ("cpu", "meta")]
-    if not away:
-        return tree
-    fresh = _copy_storages([tensor for tensor in away if _is_plain(tensor)])
-    ids = {id(tensor) for tensor in away}
 
-    def move(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in ids:
-            return tensor
-        return _placed(tensor, fresh) if id(tensor) in fresh else tensor.detach().cpu()
+    start: int
+    numel: int
+    members: list[torch.Tensor]
 
-    return map_tensors(tree, move)
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of all members."""
+        return self.members[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the memory is."""
+        return self.members[0].device
+
+    def memory(self) -> torch.Tensor:
+        """Return the stretch as a flat tensor that aliases it."""
+        return self.members[0].detach().as_strided((self.numel,), (1,), self.start)
+
+
+def clusters_of(tensors: Iterable[torch.Tensor]) -> list[Cluster]:
+    """Return the memory that the tensors read: not the storage around it, and what overlaps only once.
+
+    Tensors that are more than size, stride and offset over a storage (sparse, quantised, lazily conjugated or
+    negated, without memory) are left out.
+    """
+    by_storage: dict[Any, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if _is_plain(tensor):
+            where = (tensor.untyped_storage().data_ptr(), tensor.dtype, tensor.device)
+            by_storage.setdefault(where, []).append(tensor)
+    found: list[Cluster] = []
+    for users in by_storage.values():
+        users.sort(key=_span)
+        start, stop, members = *_span(users[0]), [users[0]]
+        for tensor in users[1:]:
+            low, high = _span(tensor)
+            if low < stop:
+                stop = max(stop, high)
+                members.append(tensor)
+            else:
+                found.append(Cluster(start, stop - start, members))
+                start, stop, members = low, high, [tensor]
+        found.append(Cluster(start, stop - start, members))
+    return found
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -124,27 +148,40 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return start, start + 1 + reach
 
 
-def _copy_storages(tensors: list[torch.Tensor], *, on_cpu: bool = True) -> dict[int, tuple[torch.Tensor, int]]:
-    """Return for each tensor's id a flat copy of the memory it reads and the storage offset at which that begins.
+def copy_tree(tree: Any) -> Any:
+    """Return a copy that shares nothing mutable with `tree`; tensors that overlap in memory still do so in the copy."""
+    tensors = (tensor for _, tensor in named_tensors(tree))
+    moved = place(clusters_of(tensors), lambda memory: memory.clone())
+    return map_tensors(tree, lambda tensor: moved.get(id(tensor), lambda: tensor.detach().clone())(), copy.deepcopy)
 
-    Only what is read is copied, not the storage around it. Tensors whose memory overlaps get the same copy.
+
+def to_cpu(tree: Any) -> Any:
+    """Return the tree with every tensor in host memory: those that are there already as they are, others copied.
+
+    What overlaps on the device overlaps in the copy, so ties survive the transfer.
     """
-    by_storage: dict[Any, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        by_storage.setdefault((tensor.untyped_storage().data_ptr(), tensor.dtype, tensor.device), []).append(tensor)
-    fresh: dict[int, tuple[torch.Tensor, int]] = {}
-    for users in by_storage.values():
-        users.sort(key=_span)
-        clusters: list[tuple[int, int, list[torch.Tensor]]] = []
-        for tensor in users:
-            start, stop = _span(tensor)
-            if clusters and start < clusters[-1][1]:
-                first, last, members = clusters[-1]
-                clusters[-1] = (first, max(last, stop), [*members, tensor])
-            else:
-                clusters.append((start, stop, [tensor]))
-        for start, stop, members in clusters:
-            memory = members[0].detach().as_strided((stop - start,), (1,), start)
-            memory = memory.cpu() if on_cpu else memory.clone()
-            fresh.update((id(tensor), (memory, start)) for tensor in members)
-    return fresh
+    away = [tensor for _, tensor in named_tensors(tree) if tensor.device.type not in ("cpu", "meta")]
+    if not away:
+        return tree
+    moved = place(clusters_of(away), lambda memory: memory.cpu())
+    ids = {id(tensor) for tensor in away}
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in ids:
+            return tensor
+        return moved[id(tensor)]() if id(tensor) in moved else tensor.detach().cpu()
+
+    return map_tensors(tree, move)
+
+
+def place(
+    clusters: Iterable[Cluster], copied: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[int, Callable[[], torch.Tensor]]:
+    """Copy the memory of each cluster, and return for each tensor's id how to make its counterpart in the copy."""
+    found: dict[int, Callable[[], torch.Tensor]] = {}
+    for cluster in clusters:
+        memory = copied(cluster.memory())
+        for tensor in cluster.members:
+            offset = tensor.storage_offset() - cluster.start
+            found[id(tensor)] = partial(memory.as_strided, tensor.size(), tensor.stride(), offset)
+    return found

@@ -1,0 +1,63 @@
+"""One write at a time in a thread of its own, whose failure is never lost."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+__all__ = ["BackgroundWriter"]
+
+_log = logging.getLogger("safeckpt")
+
+
+class BackgroundWriter:
+    """Runs one job in the background.
+
+    The thread is no daemon: an interpreter that exits finishes the write first. A failure is logged when it happens,
+    so that it is seen even when nobody asks again, and raised by the next `wait` or `start`.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job is running."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, job: Callable[[], object], what: str) -> None:
+        """Run a job; one that is running is waited for.
+
+        Args:
+            job: What to do.
+            what: How to call it in the log when it fails.
+
+        Raises:
+            BaseException: What the job before has raised; this one is not started.
+        """
+        self.wait()
+
+        def run() -> None:
+            try:
+                job()
+            except BaseException as error:  # noqa: BLE001 - kept, and raised where the caller can see it
+                self._failure = error
+                _log.error("%s failed in the background: %s", what, error)
+
+        self._thread = threading.Thread(target=run, name="safeckpt-writer")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when nothing is running.
+
+        Raises:
+            BaseException: What the job has raised, once.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
