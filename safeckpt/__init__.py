@@ -30,6 +30,7 @@ from safeckpt.errors import (
 )
 from safeckpt.file import FileReport
 from safeckpt.functional import load, save, verify
+from safeckpt.loader import ResumableLoader
 from safeckpt.manager import CheckpointManager
 from safeckpt.state import Guard, NonFiniteTensor, check_gradients, find_nonfinite
 from safeckpt.store import Best
@@ -55,6 +56,7 @@ __all__ = [
     "NonFiniteTensor",
     "ReplayMismatchWarning",
     "RestoreError",
+    "ResumableLoader",
     "RollbackError",
     "RollbackLoopError",
     "SafeckptError",

@@ -132,7 +132,7 @@ def test_public_names_are_pinned():
     assert safeckpt.__all__ == sorted(safeckpt.__all__)
     assert all(hasattr(safeckpt, name) for name in safeckpt.__all__)
     contract = {
-        "Best", "Checkpoint", "CheckpointManager", "FileReport", "Guard", "NonFiniteTensor", "check_gradients",
+        "Best", "Checkpoint", "CheckpointManager", "FileReport", "Guard", "NonFiniteTensor", "ResumableLoader", "check_gradients",
         "find_nonfinite", "latest", "load", "save", "verify",
         "SafeckptError", "SaveError", "NonFiniteError", "UnsavableStateError", "StepExistsError", "DirectoryInUseError",
         "LoadError", "CheckpointNotFoundError", "DamagedCheckpointError", "FormatVersionError", "UntrustedTypeError",
