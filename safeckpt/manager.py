@@ -12,6 +12,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import torch
+
 from safeckpt.arguments import as_floats, checked_metrics, checked_step
 from safeckpt.background import BackgroundWriter
 from safeckpt.catalog import Catalog, Checkpoint, skipped
@@ -32,6 +34,7 @@ from safeckpt.schedule import Pruning, SaveSchedule
 from safeckpt.signals import StopSignals
 from safeckpt.state import (
     Baseline,
+    Gradients,
     Guard,
     Plan,
     Snapshot,
@@ -71,7 +74,9 @@ class CheckpointManager:
             more copy of the state. A failed write is raised by the next `save`, `wait`, `restore`, `rollback` or
             `close`, and logged at once; an interpreter that exits finishes the write.
         guard: What has to be finite, besides the loss and the parameters.
-        gradients: Save gradients too, for saves between the micro-steps of gradient accumulation.
+        grads: Which gradients are part of the state. None: those that a backward pass has touched since their
+            optimizer's last step, so that a save between two micro-steps of gradient accumulation is exact. True: all.
+            False: none; a restore then begins with none, as after `zero_grad()`.
         max_rollbacks: Rollbacks allowed without a new checkpoint in between.
         stop_signals: Signals that ask the run to stop, for example `(signal.SIGTERM, signal.SIGUSR1)`: the next
             `end_step` saves, and `stop_requested` is True. Only in the main thread.
@@ -106,7 +111,7 @@ class CheckpointManager:
         save_every: int | dt.timedelta | None = None,
         async_save: bool = False,
         guard: Guard = Guard(),  # noqa: B008 - frozen
-        gradients: bool = False,
+        grads: bool | None = None,
         max_rollbacks: int = 3,
         stop_signals: Iterable[int] = (),
         lock_timeout_seconds: float = 10.0,
@@ -120,13 +125,14 @@ class CheckpointManager:
         if isinstance(max_rollbacks, bool) or not isinstance(max_rollbacks, int) or max_rollbacks < 1:
             raise ValueError(f"max_rollbacks must be an int, 1 or more; got {max_rollbacks!r}")
         self._guard = guard
-        self._gradients = bool(gradients)
+        self._grads = grads
         self._staging = Staging() if async_save else None
         self._writer = BackgroundWriter()
         self._copied: tuple[int, dict[str, Any]] | None = None  # step and payload that the staging memory holds
         self._max_rollbacks = max_rollbacks
         self._components = register(components)
         self._baseline = Baseline(self._components)
+        self._gradients = Gradients(self._components)
         self._lock = WriterLock(directory, lock_timeout_seconds)
         self._events = EventLog(self._files.path / "events.jsonl")
         self._run_id: str | None = None
@@ -174,6 +180,7 @@ class CheckpointManager:
             self._closed = True
             self._lock.release()
             self._signals.restore()
+            self._gradients.close()
 
     def wait(self) -> None:
         """Return when every save is committed. Only with `async_save` is there anything to wait for.
@@ -244,7 +251,7 @@ class CheckpointManager:
         step = self._next_step(step)
         metrics = checked_metrics(metrics)
         self._refuse_loss(step, loss)
-        snapshot = capture(self._components, gradients=self._gradients)
+        snapshot = capture(self._components, gradients=self._captured_gradients())
         verdict = self._judge(step, snapshot)
         payload = encode(snapshot.payload, root="payload")
         checkpoint = Checkpoint(
@@ -319,6 +326,11 @@ class CheckpointManager:
         if bad is not None:
             raise self._refusal(step, bad, Verdict([], []))
 
+    def _captured_gradients(self) -> Mapping[str, torch.Tensor]:
+        if self._grads is None:
+            return self._gradients.pending()
+        return self._gradients.all() if self._grads else {}
+
     def _judge(self, step: int, snapshot: Snapshot) -> Verdict:
         verdict = self._baseline.judge(snapshot.parts, self._guard)
         if verdict.bad:
@@ -383,7 +395,7 @@ class CheckpointManager:
 
         Everything is checked first (names, shapes, dtypes, classes, ties, parameter names of the optimizers, groups,
         loader, devices); only when all of it fits is the first object changed. The random streams come last.
-        Afterwards every parameter's `.grad` is None, as at process start (or as saved, with `gradients=True`).
+        Afterwards every parameter's `.grad` is None, as at process start, or as saved where it was part of the state.
 
         Args:
             step: Which checkpoint; None for the newest good one. After an older one, the checkpoints with a higher

@@ -2,6 +2,7 @@
 
 from safeckpt.state.component import Component
 from safeckpt.state.finite import Baseline, Verdict, guard_from_record
+from safeckpt.state.gradients import Gradients
 from safeckpt.state.guard import Guard, NonFiniteTensor, check_gradients, find_nonfinite, nonfinite_loss
 from safeckpt.state.registry import register, uncaptured
 from safeckpt.state.snapshot import Plan, Snapshot, capture, plan
@@ -11,6 +12,7 @@ from safeckpt.state.tree import copy_tree, to_cpu
 __all__ = [
     "Baseline",
     "Component",
+    "Gradients",
     "Guard",
     "NonFiniteTensor",
     "Plan",

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from safeckpt.state.component import Captured, Component
-from safeckpt.state.guard import Guard, NonFiniteTensor, matches, scan
+from safeckpt.state.guard import Guard, matcher
 from safeckpt.state.module import ModuleComponent
+from safeckpt.state.scan import NonFiniteTensor, nonfinite
+from safeckpt.state.tree import join
 
 __all__ = ["Baseline", "Verdict", "guard_from_record"]
 
@@ -48,9 +50,10 @@ def guard_from_record(record: Mapping[str, Any]) -> Guard:
 
 
 def _guarded(parts: Iterable[tuple[Component, Captured]], guard: Guard) -> Iterator[tuple[str, torch.Tensor]]:
+    allowed = matcher(tuple(guard.allow_nonfinite))
     for component, captured in parts:
         for name, tensor in component.guarded(captured, guard):
-            if not matches(name, guard.allow_nonfinite):
+            if allowed is None or not allowed(name):
                 yield name, tensor
 
 
@@ -69,18 +72,21 @@ class Baseline:
 
     def _note(self, module: ModuleComponent) -> None:
         captured = module.capture()
-        parameters = {f"{module.name}.{key}" for key in captured.record["requires_grad"]}
-        tensors = dict(module.guarded(captured, Guard()))
-        for report in scan((name, tensor) for name, tensor in tensors.items() if name not in parameters):
-            if tensors[report.name].layout is torch.strided:
-                self._infinite[report.name] = torch.isinf(tensors[report.name]).cpu()
+        parameters = {join(module.name, key) for key in captured.record["requires_grad"]}
+        buffers = (entry for entry in module.guarded(captured, Guard()) if entry[0] not in parameters)
+        for report, tensor in nonfinite(buffers):
+            if tensor.layout is torch.strided:
+                self._infinite[report.name] = torch.isinf(tensor).cpu()
 
     def judge(self, parts: Iterable[tuple[Component, Captured]], guard: Guard) -> Verdict:
         """Return what is not finite: one pass over everything guarded, one synchronisation per device and dtype."""
-        tensors = dict(_guarded(parts, guard))
-        found = scan(tensors.items())
-        excused = [report.name for report in found if self._is_old(report, tensors[report.name])]
-        return Verdict([report for report in found if report.name not in excused], excused)
+        verdict = Verdict([], [])
+        for report, tensor in nonfinite(_guarded(parts, guard)):
+            if self._is_old(report, tensor):
+                verdict.excused.append(report.name)
+            else:
+                verdict.bad.append(report)
+        return verdict
 
     def _is_old(self, report: NonFiniteTensor, tensor: torch.Tensor) -> bool:
         before = self._infinite.get(report.name)

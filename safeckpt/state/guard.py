@@ -1,54 +1,32 @@
-"""The guard: find NaN and Inf in losses and tensors, fast when there is none, exact when there is one.
-
-The fast pass is `torch.aminmax`, which propagates NaN and reads memory at full speed; `isfinite(t).all()`
-writes a mask and is about twenty times slower. Only a tensor that fails it is looked at again, element by element.
-"""
+"""The guard: what has to be finite, and what may be otherwise."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from fnmatch import translate
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 
-from safeckpt.errors import NonFiniteError, UnsavableStateError
-from safeckpt.state.tree import named_tensors
+from safeckpt.errors import NonFiniteError
+from safeckpt.state.scan import NonFiniteTensor, scan
+from safeckpt.state.tree import join, named_leaves
 
-__all__ = ["Guard", "NonFiniteTensor", "check_gradients", "find_nonfinite", "nonfinite_loss", "scan"]
+__all__ = [
+    "Guard",
+    "NonFiniteTensor",
+    "check_gradients",
+    "find_nonfinite",
+    "guarded_tensors",
+    "matcher",
+    "nonfinite_loss",
+]
 
-# No NaN and no Inf in the format: nothing to look for. Named by string, since an older torch may lack one.
-_ALWAYS_FINITE = frozenset({"torch.float4_e2m1fn_x2"})
-_NATIVE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_SMALL = 1 << 12  # elements up to which tensors are joined before they are looked at
-_BATCH = 1 << 18  # elements of such a joint: 1 MiB of float32 stays in cache
-_PIECE = 1 << 22  # elements that are converted at a time when aminmax does not know the dtype
-
-
-@dataclass(frozen=True)
-class NonFiniteTensor:
-    """One tensor that is not finite.
-
-    Attributes:
-        name: Dotted name, `component.qualified.name`.
-        nan_count: Elements that are NaN.
-        inf_count: Elements that are +Inf or -Inf.
-        numel: Elements of the tensor (stored ones, when it is sparse).
-        first_index: Index of the first element that is not finite, one entry per dimension.
-    """
-
-    name: str
-    nan_count: int
-    inf_count: int
-    numel: int
-    first_index: tuple[int, ...]
-
-    def __str__(self) -> str:
-        where = list(self.first_index)
-        return f"{self.name}: {self.nan_count} NaN, {self.inf_count} Inf of {self.numel} elements, first at {where}"
+_WIDEST = {"f": 8, "c": 16}  # bytes of the widest NumPy number of each kind that torch has too
 
 
 @dataclass(frozen=True)
@@ -84,8 +62,8 @@ def find_nonfinite(tree: Any, *, allow: Sequence[str] = ()) -> list[NonFiniteTen
     """Find every floating or complex tensor in `tree` that holds NaN or Inf.
 
     Args:
-        tree: A tensor, a module, or nested mappings, lists, tuples and sets of tensors, any dtype, layout and
-            device. Other values are passed over.
+        tree: A tensor, a NumPy array, a module, or nested mappings, lists, tuples and sets of them, any dtype,
+            layout and device. Other values are passed over.
         allow: Glob patterns over the dotted names; a tensor that matches one is not looked at.
 
     Returns:
@@ -104,11 +82,23 @@ def find_nonfinite(tree: Any, *, allow: Sequence[str] = ()) -> list[NonFiniteTen
         >>> print(safeckpt.find_nonfinite(bad)[0])
         layer.weight: 1 NaN, 1 Inf of 4 elements, first at [0, 1]
     """
-    patterns = check_patterns(allow, "allow")
-    if isinstance(tree, torch.nn.Module):
-        tree = dict(tree.named_parameters()) | dict(tree.named_buffers())
-    names = ((name or "tensor", tensor) for name, tensor in named_tensors(tree))
-    return scan((name, tensor) for name, tensor in names if not matches(name, patterns))
+    allowed = matcher(check_patterns(allow, "allow"))
+    names = ((name or "tensor", tensor) for name, tensor in guarded_tensors(tree))
+    return scan(names if allowed is None else (entry for entry in names if not allowed(entry[0])))
+
+
+def guarded_tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (dotted name, tensor) of every tensor, array and module in nested containers."""
+    for name, leaf in named_leaves(tree, prefix):
+        if isinstance(leaf, torch.Tensor):
+            yield name, leaf
+        elif isinstance(leaf, np.ndarray):
+            if leaf.dtype.kind in "fc" and leaf.dtype.itemsize <= _WIDEST[leaf.dtype.kind]:
+                # A copy: torch takes no memory that is read-only, runs backwards or has the other byte order.
+                yield name, torch.from_numpy(leaf.astype(leaf.dtype.newbyteorder("="), order="C"))
+        elif isinstance(leaf, torch.nn.Module):
+            for owned in (leaf.named_parameters(), leaf.named_buffers()):
+                yield from ((join(name, key), tensor) for key, tensor in owned)
 
 
 def check_gradients(module: torch.nn.Module, *, allow: Sequence[str] = ()) -> None:
@@ -127,9 +117,9 @@ def check_gradients(module: torch.nn.Module, *, allow: Sequence[str] = ()) -> No
     Cost:
         One pass over the gradients and one device synchronisation per device and dtype.
     """
-    patterns = check_patterns(allow, "allow")
+    allowed = matcher(check_patterns(allow, "allow"))
     gradients = ((name, p.grad) for name, p in module.named_parameters() if p.grad is not None)
-    found = scan((f"{name}.grad", grad) for name, grad in gradients if not matches(name, patterns))
+    found = scan((f"{name}.grad", grad) for name, grad in gradients if allowed is None or not allowed(name))
     if found:
         raise NonFiniteError(
             tensors=found,
@@ -152,11 +142,8 @@ def nonfinite_loss(loss: Any, name: str = "loss") -> str | None:
         if isinstance(value, torch.Tensor):
             if scan([(path, value)]):
                 return _described(path, name, value.tolist() if value.numel() == 1 else "a tensor with NaN or Inf")
-        elif isinstance(value, np.ndarray):
-            if not np.isfinite(value).all():
-                return _described(path, name, "an array with NaN or Inf")
-        elif not (math.isfinite(value.real) and math.isfinite(value.imag)):
-            return _described(path, name, value)
+        elif not np.isfinite(value).all():
+            return _described(path, name, value if np.ndim(value) == 0 else "an array with NaN or Inf")
     return None
 
 
@@ -165,7 +152,8 @@ def _described(path: str, name: str, value: object) -> str:
 
 
 def _loss_values(loss: Any, name: str) -> Iterable[tuple[str, Any]]:
-    if loss is None:
+    """Yield (path, value) of what in `loss` may not be finite."""
+    if loss is None or isinstance(loss, int):  # an int may be too large for NumPy, and is finite
         return
     if isinstance(loss, Mapping):
         for key, value in loss.items():
@@ -173,9 +161,9 @@ def _loss_values(loss: Any, name: str) -> Iterable[tuple[str, Any]]:
     elif isinstance(loss, list | tuple):
         for index, value in enumerate(loss):
             yield from _loss_values(value, f"{name}[{index}]")
-    elif isinstance(loss, np.generic):
-        yield name, loss.item()
-    elif isinstance(loss, torch.Tensor | int | float | complex | np.ndarray):
+    elif isinstance(loss, torch.Tensor | float | complex) or (
+        isinstance(loss, np.generic | np.ndarray) and loss.dtype.kind in "biufc"
+    ):
         yield name, loss
     else:
         raise TypeError(
@@ -183,140 +171,7 @@ def _loss_values(loss: Any, name: str) -> Iterable[tuple[str, Any]]:
         )
 
 
-def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Tell whether a glob pattern matches the name."""
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def scan(named: Iterable[tuple[str, torch.Tensor]]) -> list[NonFiniteTensor]:
-    """Report the tensors that are not finite, in order; the shared engine of everything in this module."""
-    groups: dict[tuple[torch.device, torch.dtype], list[tuple[str, torch.Tensor, torch.Tensor]]] = {}
-    order: dict[str, int] = {}
-    for name, tensor in named:
-        values = _guarded_values(name, tensor)
-        if values is not None:
-            order[name] = len(order)
-            groups.setdefault((values.device, values.dtype), []).append((name, tensor, values))
-    suspects = [entry for group in groups.values() for entry in _suspects(group)]
-    suspects.sort(key=lambda entry: order[entry[0]])
-    reports = (_report(name, tensor, values) for name, tensor, values in suspects)
-    return [report for report in reports if report is not None]
-
-
-def _guarded_values(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the real floating values behind `tensor`, without a copy; None when it cannot hold NaN or Inf."""
-    if tensor.is_meta or torch.nn.parameter.is_lazy(tensor):
-        return None  # no data; encoding refuses it by name
-    t = tensor.detach()
-    if t.is_quantized:
-        # The integers are finite by nature, the scales are floating.
-        per_channel = t.qscheme() in (torch.per_channel_affine, torch.per_channel_affine_float_qparams)
-        return t.q_per_channel_scales() if per_channel else torch.tensor([t.q_scale()], dtype=torch.float64)
-    if not (t.is_floating_point() or t.is_complex()) or str(t.dtype) in _ALWAYS_FINITE:
-        return None
-    if hasattr(t, "to_local"):
-        t = t.to_local()  # DTensor: each rank guards its own shard
-    if t.is_nested:
-        t = t.values()
-    elif t.layout is torch.sparse_coo:
-        t = t._values()  # values() demands a coalesced tensor, and coalescing copies
-    elif t.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
-        t = t.values()
-    elif t.layout is not torch.strided:
-        if not t.is_mkldnn:
-            raise UnsavableStateError(
-                location=name, type_name=f"tensor of layout {t.layout}", reason="the guard cannot examine this layout"
-            )
-        t = t.to_dense()
-    if t.is_complex():
-        t = torch.view_as_real(t.conj() if t.is_conj() else t)
-    return t if t.numel() else None
-
-
-def _in_memory_order(t: torch.Tensor) -> torch.Tensor:
-    """Return the same elements as a flat tensor where memory has no holes: aminmax is fast on contiguous memory.
-
-    Dimensions of stride 0 repeat one element, so one index of each is enough: an expanded tensor may claim 10**12.
-    """
-    for dim, (size, stride) in enumerate(zip(t.size(), t.stride(), strict=True)):
-        if stride == 0 and size > 1:
-            t = t.narrow(dim, 0, 1)
-    if t.is_contiguous():
-        return t
-    span = 1 + sum((size - 1) * stride for size, stride in zip(t.size(), t.stride(), strict=True))
-    return t.as_strided((span,), (1,)) if span == t.numel() else t
-
-
-def _suspects(
-    group: list[tuple[str, torch.Tensor, torch.Tensor]],
-) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Return the entries of one device and dtype whose extremes are not finite, with one synchronisation.
-
-    Small tensors are looked at in batches: fifty thousand calls of aminmax cost more than reading the memory.
-    """
-    batches: list[list[tuple[str, torch.Tensor, torch.Tensor]]] = []
-    room = 0
-    for entry in group:
-        size = entry[2].numel()
-        if size > _SMALL:
-            batches.append([entry])
-        elif size <= room:
-            batches[-1].append(entry)
-            room -= size
-            continue
-        else:
-            batches.append([entry])
-            room = _BATCH - size
-            continue
-        room = 0
-    extremes: list[torch.Tensor] = []
-    for batch in batches:
-        values = [entry[2] for entry in batch]
-        extremes += _aminmax(batch[0][0], values[0] if len(batch) == 1 else torch.cat([v.reshape(-1) for v in values]))
-    finite = torch.isfinite(torch.stack(extremes)).view(-1, 2).all(dim=1).tolist()
-    suspects = [batch for batch, is_finite in zip(batches, finite, strict=True) if not is_finite]
-    return [entry for batch in suspects for entry in (batch if len(batch) == 1 else _nonfinite_of(batch))]
-
-
-def _nonfinite_of(
-    batch: list[tuple[str, torch.Tensor, torch.Tensor]],
-) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-    return [entry for entry in batch if _suspects([entry])]
-
-
-def _aminmax(name: str, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    flat = _in_memory_order(values)
-    if flat.dtype in _NATIVE:
-        low, high = torch.aminmax(flat)
-        return low, high
-    # float8 and whatever comes next: widened piece by piece, so that no copy of the whole is made.
-    try:
-        pieces = [torch.aminmax(piece.to(torch.float32)) for piece in flat.reshape(-1).split(_PIECE)]
-    except (NotImplementedError, RuntimeError) as error:
-        raise UnsavableStateError(
-            location=name, type_name=f"tensor of dtype {values.dtype}", reason=f"the guard cannot examine it ({error})"
-        ) from error
-    return torch.stack([p.min for p in pieces]).amin(), torch.stack([p.max for p in pieces]).amax()
-
-
-def _report(name: str, tensor: torch.Tensor, values: torch.Tensor) -> NonFiniteTensor | None:
-    """Count exactly; None when the elements themselves are finite (only memory between them was not)."""
-    if tensor.is_complex() and tensor.layout is torch.strided:
-        values = tensor.detach().resolve_conj()
-    elif values.dtype not in _NATIVE:
-        values = values.to(torch.float32)
-    nan, inf = torch.isnan(values), torch.isinf(values)
-    if values.is_complex():
-        inf &= ~nan
-    bad = nan | inf
-    if not bool(bad.any()):
-        return None
-    index = torch.nonzero(bad.reshape(-1))[0]
-    first = torch.unravel_index(index, bad.shape) if bad.dim() else ()
-    return NonFiniteTensor(
-        name=name,
-        nan_count=int(nan.sum()),
-        inf_count=int(inf.sum()),
-        numel=values.numel(),
-        first_index=tuple(int(i) for i in first),
-    )
+@lru_cache(maxsize=32)
+def matcher(patterns: tuple[str, ...]) -> Callable[[str], object] | None:
+    """Return a function that tells whether a name matches one of the glob patterns; None when there are none."""
+    return re.compile("|".join(map(translate, patterns))).match if patterns else None

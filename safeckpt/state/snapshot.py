@@ -4,13 +4,14 @@
 
     {"<component>": its state as plain torch has it, ...,
      "safeckpt": {"components": {"<component>": {"kind": ..., record}}, "ties": [[name, ...], ...],
-                  "rng": {...}, "environment": {...}, "gradients": {name: tensor} or None}}
+                  "rng": {...}, "environment": {...}, "gradients": {name: tensor}}}
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -41,12 +42,12 @@ class Snapshot:
     parts: list[tuple[Component, Captured]]
 
 
-def capture(components: Mapping[str, Component], *, gradients: bool = False) -> Snapshot:
+def capture(components: Mapping[str, Component], *, gradients: Mapping[str, torch.Tensor] | None = None) -> Snapshot:
     """Capture every component and the process's random streams. Changes nothing, draws nothing.
 
     Args:
         components: What to capture.
-        gradients: Also the gradients of every parameter, for a save between two micro-steps.
+        gradients: Gradients that are part of the state, by parameter name.
     """
     with RngStreams.untouched() as rng:
         captured = {name: component.capture() for name, component in components.items()}
@@ -55,7 +56,7 @@ def capture(components: Mapping[str, Component], *, gradients: bool = False) -> 
         "ties": _ties(captured),
         _RNG: rng,
         "environment": environment(),
-        "gradients": _gradients(components) if gradients else None,
+        "gradients": dict(gradients or {}),
     }
     payload = {name: one.state for name, one in captured.items()}
     payload[RESERVED_KEY] = own
@@ -81,11 +82,6 @@ def _has_memory(tensor: torch.Tensor) -> bool:
     return tensor.numel() > 0
 
 
-def _gradients(components: Mapping[str, Component]) -> dict[str, torch.Tensor]:
-    parameters = _parameters(components)
-    return {name: p.grad.detach() for name, p in parameters.items() if p.grad is not None}
-
-
 def _parameters(components: Mapping[str, Component]) -> dict[str, torch.nn.Parameter]:
     return {name: p for component in components.values() for name, p in component.parameter_names().items()}
 
@@ -102,7 +98,7 @@ class Plan:
 
     parts: list[tuple[Component, Captured]]
     rng: dict[str, Any] | None
-    gradients: dict[str, torch.Tensor] | None
+    gradients: dict[str, torch.Tensor]
     replaced: list[str] = field(default_factory=list)
     environment: list[str] = field(default_factory=list)
 
@@ -123,16 +119,21 @@ class Plan:
                 "Do not train on with these objects: build them again and call restore()."
             )
             raise
-        for name, parameter in _parameters({component.name: component for component, _ in self.parts}).items():
-            saved = (self.gradients or {}).get(name)
-            parameter.grad = None if saved is None else saved.to(parameter.device, copy=True)
-        for component, _ in self.parts:
-            for group in getattr(component.obj, "param_groups", ()):  # also those that no module owns
-                for parameter in group["params"]:
-                    if not self.gradients:
-                        parameter.grad = None
+        self._set_gradients()
         if self.rng is not None:
             RngStreams.apply(self.rng)
+
+    def _set_gradients(self) -> None:
+        """Clear every gradient, as at process start, and put back those that were part of the state."""
+        parameters = _parameters({component.name: component for component, _ in self.parts})
+        optimized = [
+            group["params"] for component, _ in self.parts for group in getattr(component.obj, "param_groups", ())
+        ]
+        for parameter in (*parameters.values(), *chain.from_iterable(optimized)):
+            parameter.grad = None
+        for name, saved in self.gradients.items():
+            if name in parameters:
+                parameters[name].grad = saved.to(parameters[name].device, copy=True)
 
 
 def plan(
@@ -181,7 +182,7 @@ def plan(
     parts = _keep_live(parts, keep_live)
     replaced = [line for component, captured in parts for line in component.replaced(captured)]
     changed = differences(own["environment"]) if rng is not None else []
-    return Plan(parts, rng, own.get("gradients"), replaced, changed)
+    return Plan(parts, rng, own["gradients"], replaced, changed)
 
 
 def _wanted(

@@ -10,7 +10,17 @@ from typing import Any
 
 import torch
 
-__all__ = ["Cluster", "clusters_of", "copy_tree", "join", "map_tensors", "named_tensors", "place", "to_cpu"]
+__all__ = [
+    "Cluster",
+    "clusters_of",
+    "copy_tree",
+    "join",
+    "map_tensors",
+    "named_leaves",
+    "named_tensors",
+    "place",
+    "to_cpu",
+]
 
 
 def join(prefix: str, name: object) -> str:
@@ -19,29 +29,42 @@ def join(prefix: str, name: object) -> str:
 
 
 def named_tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (dotted name, tensor) for every tensor in nested mappings, lists, tuples and sets, in order.
+    """Yield (dotted name, tensor) for every tensor in nested mappings, lists, tuples and sets, in order."""
+    return ((name, leaf) for name, leaf in named_leaves(tree, prefix) if isinstance(leaf, torch.Tensor))
 
-    A container or tensor that is reachable twice is visited once, under its first name: a shared tuple sixty
+
+def named_leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted name, value) for everything in nested mappings, lists, tuples and sets that is none of them.
+
+    A container or value that is reachable twice is visited once, under its first name: a shared tuple sixty
     levels deep has 2**60 paths. An explicit stack, since nesting may exceed Python's recursion limit.
     """
-    seen: set[int] = set()
-    stack: list[tuple[str, Any]] = [(prefix, tree)]
+    seen: dict[int, Any] = {}  # with the value, so that its id stays its own
+    stack: list[Iterator[tuple[str, Any]]] = [iter([(prefix, tree)])]
     while stack:
-        name, value = stack.pop()
-        if isinstance(value, torch.Tensor):
-            if id(value) not in seen:
-                seen.add(id(value))
+        for name, value in stack[-1]:
+            if id(value) in seen:
+                continue
+            seen[id(value)] = value
+            inside = _children(name, value)
+            if inside is None:
                 yield name, value
-            continue
-        if isinstance(value, Mapping):
-            items = [(join(name, key), item) for key, item in value.items()]
-        elif isinstance(value, list | tuple | set | frozenset):
-            items = [(join(name, index), item) for index, item in enumerate(value)]
+            else:
+                stack.append(inside)
+                break
         else:
-            continue
-        if id(value) not in seen:
-            seen.add(id(value))
-            stack.extend(reversed(items))
+            stack.pop()
+
+
+def _children(name: str, value: Any) -> Iterator[tuple[str, Any]] | None:
+    if isinstance(value, torch.Tensor):
+        return None  # first, since nearly everything is one
+    dot = f"{name}." if name else ""
+    if isinstance(value, Mapping):
+        return ((f"{dot}{key}", item) for key, item in value.items())
+    if isinstance(value, list | tuple | set | frozenset):
+        return ((f"{dot}{index}", item) for index, item in enumerate(value))
+    return None
 
 
 def map_tensors(

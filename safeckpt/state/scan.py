@@ -1,0 +1,328 @@
+"""Find the tensors that hold NaN or Inf: fast when there is none, exact when there is one.
+
+The fast pass is `torch.aminmax`, which propagates NaN and reads memory at full speed; `isfinite(t).all()`
+writes a mask and is about twenty times slower. Only a tensor that fails it is looked at again, element by element.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from safeckpt.errors import UnsavableStateError
+
+__all__ = ["NonFiniteTensor", "nonfinite", "scan"]
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # exactly these: a subclass may mean something else by its memory
+_NATIVE = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})  # what aminmax knows
+# No NaN and no Inf in the format: nothing to look for. Named by string, since an older torch may lack one.
+_ALWAYS_FINITE = frozenset({"torch.float4_e2m1fn_x2"})
+_BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
+_BLOCKED = (torch.sparse_bsr, torch.sparse_bsc)
+_COMPRESSED = (*_BY_ROW, torch.sparse_csc, torch.sparse_bsc)
+
+_SMALL = 1 << 12  # elements up to which tensors are joined before they are looked at
+_BATCH = 1 << 18  # elements of such a joint: 1 MiB of float32 stays in cache
+_PIECE = 1 << 22  # elements that are converted at a time when aminmax does not know the dtype
+
+
+@dataclass(frozen=True)
+class NonFiniteTensor:
+    """One tensor that is not finite.
+
+    Attributes:
+        name: Dotted name, `component.qualified.name`.
+        nan_count: Elements that are NaN; a complex element is one when either part is.
+        inf_count: Elements that are +Inf or -Inf.
+        numel: Elements of the tensor (stored ones, when it is sparse).
+        first_index: Index of the first element that is not finite, one entry per dimension.
+    """
+
+    name: str
+    nan_count: int
+    inf_count: int
+    numel: int
+    first_index: tuple[int, ...]
+
+    def __str__(self) -> str:
+        where = list(self.first_index)
+        return f"{self.name}: {self.nan_count} NaN, {self.inf_count} Inf of {self.numel} elements, first at {where}"
+
+
+def scan(named: Iterable[tuple[str, torch.Tensor]]) -> list[NonFiniteTensor]:
+    """Report the tensors that are not finite, in order."""
+    return [report for report, _ in nonfinite(named)]
+
+
+def nonfinite(named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[NonFiniteTensor, torch.Tensor]]:
+    """Return (report, tensor) of the tensors that are not finite, in order; the engine of every guard.
+
+    Raises:
+        UnsavableStateError: A tensor's dtype or layout cannot be examined; it is named.
+
+    Cost:
+        One pass over memory, and one device synchronisation per device and dtype.
+    """
+    entries: list[tuple[str, torch.Tensor]] = []
+    groups: dict[tuple[torch.device, torch.dtype], tuple[list[int], list[torch.Tensor]]] = {}
+    with torch.no_grad():
+        for entry in named:
+            values = _values(*entry)
+            if values is not None:
+                numbers, members = groups.setdefault((values.device, values.dtype), ([], []))
+                numbers.append(len(entries))
+                members.append(values)
+                entries.append(entry)
+        suspects = [numbers[index] for numbers, members in groups.values() for index in _suspects(members)]
+        found = [(_report(*entries[number]), entries[number][1]) for number in sorted(suspects)]
+    return [(report, tensor) for report, tensor in found if report is not None]
+
+
+def _values(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the real floating values behind `tensor`, without a copy; None when it cannot hold NaN or Inf."""
+    if type(tensor) in _PLAIN and tensor.dtype in _NATIVE and tensor.layout is torch.strided and not tensor.is_meta:
+        return None if tensor.is_nested or not tensor.numel() else tensor  # nearly always; the rest is below
+    if tensor.is_meta or torch.nn.parameter.is_lazy(tensor):
+        return None  # no data; encoding refuses it by name
+    t = tensor.detach()
+    if t.is_quantized:
+        return _quantized_scales(t)
+    if not (t.is_floating_point() or t.is_complex()) or str(t.dtype) in _ALWAYS_FINITE:
+        return None
+    if hasattr(t, "to_local"):
+        t = t.to_local()  # DTensor: each rank guards its own shard
+    if t.is_nested or t.layout in _COMPRESSED:
+        t = t.values()
+    elif t.layout is torch.sparse_coo:
+        t = t._values()  # values() demands a coalesced tensor, and coalescing copies
+    elif t.is_mkldnn:
+        t = t.to_dense()
+    elif t.layout is not torch.strided:
+        raise _not_examined(name, f"layout {t.layout}", "this layout is not known")
+    if t.is_complex():
+        t = torch.view_as_real(t.conj() if t.is_conj() else t)
+    if t.dtype not in _NATIVE and (why := _why_not_widened(t.dtype, t.device)):
+        raise _not_examined(name, f"dtype {t.dtype}", why)
+    return t if t.numel() else None
+
+
+def _quantized_scales(t: torch.Tensor) -> torch.Tensor:
+    """Return the floating part of a quantised tensor: its integers are finite by nature."""
+    if t.qscheme() in (torch.per_channel_affine, torch.per_channel_affine_float_qparams):
+        return torch.cat([t.q_per_channel_scales().double(), t.q_per_channel_zero_points().double()])
+    return torch.tensor([t.q_scale()], dtype=torch.float64)
+
+
+def _suspects(values: list[torch.Tensor]) -> list[int]:
+    """Return the positions of those whose extremes are not finite, with one synchronisation.
+
+    Small tensors are looked at in batches: fifty thousand calls of aminmax cost more than reading the memory.
+    """
+    batches: list[list[int]] = []
+    room = 0
+    for position, one in enumerate(values):
+        size = one.numel()
+        if size > _SMALL:
+            batches.append([position])
+            room = 0
+        elif size <= room:
+            batches[-1].append(position)
+            room -= size
+        else:
+            batches.append([position])
+            room = _BATCH - size
+    extremes: list[torch.Tensor] = []
+    for batch in batches:
+        extremes += _aminmax(_joined([values[i] for i in batch]))
+    finite = torch.isfinite(torch.stack(extremes)).view(-1, 2).all(dim=1).tolist()
+    found: list[int] = []
+    for batch, is_finite in zip(batches, finite, strict=True):
+        if not is_finite:
+            found += batch if len(batch) == 1 else [i for i in batch if _suspects([values[i]])]
+    return found
+
+
+def _joined(values: list[torch.Tensor]) -> torch.Tensor:
+    if len(values) == 1:
+        return values[0]
+    return torch.cat([one if one.dim() == 1 else one.reshape(-1) for one in values])
+
+
+def _aminmax(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    flat = _in_memory_order(values)
+    if flat.dtype in _NATIVE:
+        low, high = torch.aminmax(flat)
+        return low, high
+    # float8 and whatever comes next: widened piece by piece, so that no copy of the whole is made.
+    pieces = [torch.aminmax(piece.to(torch.float32)) for piece in flat.reshape(-1).split(_PIECE)]
+    return torch.stack([p.min for p in pieces]).amin(), torch.stack([p.max for p in pieces]).amax()
+
+
+@lru_cache
+def _why_not_widened(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Return torch's reason for not converting a dtype to float32, None when it does."""
+    try:
+        torch.empty(1, dtype=dtype, device=device).to(torch.float32)
+    except (NotImplementedError, RuntimeError) as error:
+        return str(error)
+    return None
+
+
+def _not_examined(name: str, what: str, why: str) -> UnsavableStateError:
+    reason = f"the guard cannot examine it ({why})"
+    return UnsavableStateError(location=name, type_name=f"tensor of {what}", reason=reason)
+
+
+def _span(t: torch.Tensor) -> int:
+    """Return how many elements of memory lie between the first and the last element of `t`, both included."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(t.size(), t.stride(), strict=True))
+
+
+def _in_memory_order(t: torch.Tensor) -> torch.Tensor:
+    """Return memory that holds every element of `t`, flat where it has no holes: aminmax is fast on contiguous memory.
+
+    Where elements share memory it is looked at once: an expanded tensor may claim 10**12 of them.
+    """
+    if t.is_contiguous():
+        return t
+    span = _span(t)
+    return t.as_strided((span,), (1,)) if span <= t.numel() else t
+
+
+# -- the exact look at a tensor that failed -------------------------------------------------------------------------
+
+
+@dataclass
+class _Count:
+    nan: int
+    inf: int
+    numel: int
+    first: tuple[int, ...]
+
+
+def _report(name: str, tensor: torch.Tensor) -> NonFiniteTensor | None:
+    """Count exactly; None when the elements themselves are finite (only memory between them was not)."""
+    t = tensor.detach()
+    if hasattr(t, "to_local"):
+        t = t.to_local()
+    count = _count(t)
+    return None if count is None else NonFiniteTensor(name, count.nan, count.inf, count.numel, count.first)
+
+
+def _count(t: torch.Tensor) -> _Count | None:
+    if t.is_nested:
+        return _count_nested(t)
+    if t.is_quantized:
+        t = t.dequantize()
+    if t.layout is torch.sparse_coo or t.layout in _COMPRESSED:
+        return _count_sparse(t)
+    if t.layout is not torch.strided:
+        t = t.to_dense()
+    if _span(t) < t.numel():
+        return _count_overlapping(t)
+    nan, inf = _masks(t)
+    bad = nan | inf
+    if not bool(bad.any()):
+        return None
+    position = int(bad.reshape(-1).view(torch.uint8).argmax())
+    return _Count(int(nan.sum()), int(inf.sum()), t.numel(), _unravelled(position, t.size()))
+
+
+def _masks(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which elements are NaN and which are Inf and not NaN; a complex number can have one part of each."""
+    if t.is_complex():
+        t = t.resolve_conj().to(torch.promote_types(t.dtype, torch.complex64))
+    elif t.dtype not in _NATIVE:
+        t = t.to(torch.float32)
+    nan = torch.isnan(t)
+    return nan, torch.isinf(t) & ~nan
+
+
+def _unravelled(position: int, size: Iterable[int]) -> tuple[int, ...]:
+    index: list[int] = []
+    for extent in reversed(tuple(size)):
+        position, last = divmod(position, extent)
+        index.append(last)
+    return tuple(reversed(index))
+
+
+def _count_nested(t: torch.Tensor) -> _Count | None:
+    parts = [(number, part, _count(part)) for number, part in enumerate(t.unbind())]
+    found = [(number, count) for number, _, count in parts if count is not None]
+    if not found:
+        return None
+    numel = sum(part.numel() for _, part, _ in parts)
+    first = (found[0][0], *found[0][1].first)
+    return _Count(sum(count.nan for _, count in found), sum(count.inf for _, count in found), numel, first)
+
+
+def _count_sparse(t: torch.Tensor) -> _Count | None:
+    coo = t.layout is torch.sparse_coo
+    values = t._values() if coo else t.values()
+    nan, inf = _masks(values)
+    where = (nan | inf).nonzero()  # one row for each element; the first columns say which of the stored ones it is
+    if not len(where):
+        return None
+    index = torch.cat([t._indices().T[where[:, 0]], where[:, 1:]], dim=1) if coo else _compressed_index(t, where)
+    for dim in range(index.size(1)):  # the first in the order of the dimensions, whatever the order of storage
+        index = index[index[:, dim] == index[:, dim].min()]
+    return _Count(int(nan.sum()), int(inf.sum()), values.numel(), tuple(index[0].tolist()))
+
+
+def _compressed_index(t: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    """Return where in a CSR, CSC, BSR or BSC tensor the stored elements `where` stand."""
+    by_row = t.layout in _BY_ROW
+    pointers, plain = (t.crow_indices(), t.col_indices()) if by_row else (t.ccol_indices(), t.row_indices())
+    numbers = torch.arange(plain.size(-1), dtype=pointers.dtype, device=t.device).expand_as(plain).contiguous()
+    lines = torch.searchsorted(pointers.contiguous(), numbers, right=True) - 1
+    batch = plain.dim() - 1
+    stored = where[:, : batch + 1].unbind(1)
+    row, column = (lines[stored], plain[stored]) if by_row else (plain[stored], lines[stored])
+    dense = where[:, batch + 1 :]
+    if t.layout in _BLOCKED:
+        height, width = t.values().shape[batch + 1 : batch + 3]
+        row, column, dense = row * height + dense[:, 0], column * width + dense[:, 1], dense[:, 2:]
+    return torch.cat([where[:, :batch], row[:, None], column[:, None], dense], dim=1)
+
+
+def _count_overlapping(t: torch.Tensor) -> _Count | None:
+    """Count a tensor whose elements share memory, in the time and space of that memory: it may claim 10**12 of them."""
+    nan, inf = _masks(t.as_strided((_span(t),), (1,)))
+    uses = _uses(t)
+    count = _Count(int(uses[nan].sum()), int(uses[inf].sum()), t.numel(), ())
+    if not count.nan + count.inf:
+        return None
+    bad = nan | inf
+    start = 0
+    size = list(t.size())
+    for dim in range(t.dim()):  # the lowest index of each dimension, found by halving, with the earlier ones fixed
+        low, high = 1, size[dim]
+        while low < high:
+            middle = (low + high) // 2
+            part = t.as_strided([*size[:dim], middle, *size[dim + 1 :]], t.stride())
+            if bool((bad[start : start + _span(part)] & (_uses(part) > 0)).any()):
+                high = middle
+            else:
+                low = middle + 1
+        count.first += (low - 1,)
+        start += (low - 1) * t.stride(dim)
+        size[dim] = 1
+    return count
+
+
+def _uses(t: torch.Tensor) -> torch.Tensor:
+    """Return for each place of the memory that `t` spans how many of its elements stand there."""
+    uses = torch.ones(1, dtype=torch.int64, device=t.device)
+    for size, stride in zip(t.size(), t.stride(), strict=True):
+        if stride == 0:
+            uses = uses * size
+        elif size > 1:
+            rows = math.ceil((len(uses) + (size - 1) * stride) / stride)
+            padded = torch.nn.functional.pad(uses, (0, rows * stride - len(uses))).view(rows, stride).cumsum(0)
+            padded[size:] -= padded[:-size].clone()
+            uses = padded.view(-1)[: len(uses) + (size - 1) * stride]
+    return uses
