@@ -1,0 +1,199 @@
+"""Iterable datasets: position by the dataset's own state, or by drawing again and throwing away."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from safeckpt.errors import StateMismatchError
+from safeckpt.loader import ResumableLoader
+from tests.loader.runs import resumed, straight
+from tests.loader.workloads import StatefulStream, Stream, collate, convert
+
+KINDS = pytest.mark.parametrize("kind", [Stream, StatefulStream])
+OPTIONS = {
+    "no workers": {},
+    "short batch dropped": {"drop_last": True},
+    "no batching": {"batch_size": None, "collate_fn": convert},
+    "3 workers": {"num_workers": 3},
+    "3 workers, short batches dropped": {"num_workers": 3, "drop_last": True},
+    "3 persistent workers": {"num_workers": 3, "persistent_workers": True, "prefetch_factor": 4},
+}
+
+
+def make(kind, options):
+    return DataLoader(kind(), **{"batch_size": 3, "collate_fn": collate} | OPTIONS[options])
+
+
+@KINDS
+@pytest.mark.parametrize("options", [name for name in OPTIONS if "workers" not in name or name == "no workers"])
+def test_stream_resumes_at_every_position(kind, options):
+    """In one process every position of two epochs gives the rest of the uninterrupted run."""
+    run = straight(functools.partial(make, kind, options), epochs=2)
+    for position, state in run.states.items():
+        expected = run.rest(position) if position[0] < 2 else []
+        assert resumed(functools.partial(make, kind, options), state, epochs=2) == expected, position
+
+
+@KINDS
+@pytest.mark.parametrize("options", [name for name in OPTIONS if "workers" in name and name != "no workers"])
+def test_stream_in_workers_resumes_with_the_turn_of_the_same_worker(kind, options):
+    """Workers whose shares end at different times take the same turns after a resume, at the end too."""
+    run = straight(functools.partial(make, kind, options), epochs=2)
+    batches = len(run.batches[0])
+    assert batches == 6 if "dropped" in options else 9
+    for position in [(0, 1), (0, batches - 2), (1, 0), (1, 3), (1, batches)]:
+        assert resumed(functools.partial(make, kind, options), run.states[position], epochs=2) == run.rest(position)
+
+
+@KINDS
+def test_stream_gives_the_samples_of_the_bare_dataloader(kind):
+    """Sharding, the order of turns and the short batches are those of the bare DataLoader."""
+    for options in OPTIONS:
+        if kind is StatefulStream:  # its order is the same without randomness
+            wrapped = [[row[0] for row in batch] for batch in ResumableLoader(make(kind, options))]
+            assert wrapped == [[row[0] for row in batch] for batch in make(kind, options)]
+        else:
+            wrapped = {row[0] for batch in ResumableLoader(make(kind, "no workers")) for row in batch}
+            assert wrapped == set(range(23))
+
+
+@KINDS
+@pytest.mark.parametrize("options", ["no workers", "3 persistent workers"])
+def test_stream_is_rewound_within_the_loop(kind, options):
+    """A rewind in the body starts the streams again, also at the beginning of an epoch."""
+    run = straight(functools.partial(make, kind, options), epochs=2)
+    for target in [(0, 0), (0, 2), (1, 0), (1, 1)]:
+        loader = ResumableLoader(make(kind, options), seed=1)
+        seen = []
+        for _ in loader.epochs(2):
+            for batch in loader:
+                seen.append(batch)
+                if (loader.epoch, loader.batch) == (1, 4) and target is not None:
+                    loader.load_state_dict(run.states[target])
+                    seen, rest, target = [], run.rest(target), None
+        assert seen == [batch for batches in rest for batch in batches]
+
+
+@pytest.mark.parametrize(("kind", "said"), [(Stream, True), (StatefulStream, False)])
+@pytest.mark.parametrize("options", ["no workers", "3 workers"])
+def test_drawing_and_discarding_is_said_with_its_count(kind, said, options, caplog):
+    """One log line tells how many batches are drawn again, and none when the dataset has a state."""
+    run = straight(functools.partial(make, kind, options), epochs=1)
+    with caplog.at_level(logging.WARNING, logger="safeckpt"):
+        resumed(functools.partial(make, kind, options), run.states[0, 4], epochs=1)
+    lines = ["Stream has no state_dict: 4 batches are drawn and thrown away to reach batch 4 of epoch 0"]
+    assert caplog.messages == (lines if said else [])
+
+
+def test_state_of_the_dataset_is_read_without_drawing_again():
+    """A dataset with a state is asked for no sample before the position."""
+    loader = ResumableLoader(make(StatefulStream, "no workers"), seed=1)
+    it = iter(loader)
+    for _ in range(5):
+        next(it)
+    other = ResumableLoader(make(StatefulStream, "no workers"))
+    other.load_state_dict(loader.state_dict())
+    next(iter(other))
+    assert other.dataset.reads == 3
+
+
+class Iterating(IterableDataset):
+    """Keeps its state in its iterator, as a class of its own."""
+
+    class Iterator:
+        def __init__(self):
+            self.at = 0
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            if self.at == 8:
+                raise StopIteration
+            self.at += 1
+            return [float(self.at), torch.rand(()).item()]
+
+        def state_dict(self):
+            return {"at": self.at}
+
+        def load_state_dict(self, state):
+            self.at = state["at"]
+
+    def __iter__(self):
+        return self.Iterator()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_state_of_the_iterator_serves_as_well(workers, caplog):
+    """A dataset whose iterator has the state goes on from there, between no worker and one."""
+
+    def one(count=workers):
+        return DataLoader(Iterating(), batch_size=3, collate_fn=collate, num_workers=count)
+
+    run = straight(one)
+    for position in [(0, 1), (0, 3), (1, 2)]:
+        assert resumed(functools.partial(one, 1 - workers), run.states[position]) == run.rest(position)
+    assert caplog.messages == []
+
+
+def test_failed_fetch_does_not_let_the_state_run_ahead():
+    """A state saved while a fetch has failed half-way goes on with the batch that failed."""
+    failing = True
+
+    def fails(rows):
+        if failing and rows[0][0] == 6.0:
+            raise ZeroDivisionError
+        return collate(rows)
+
+    def one():
+        return DataLoader(StatefulStream(), batch_size=3, collate_fn=fails)
+
+    failing = False
+    whole = list(ResumableLoader(one(), seed=1))
+    failing = True
+    loader = ResumableLoader(one(), seed=1)
+    try:
+        list(loader)
+    except ZeroDivisionError:
+        state = loader.state_dict()
+    failing = False
+    assert resumed(one, state, epochs=1) == [whole[2:]]
+
+
+def test_epoch_reaches_datasets_in_persistent_workers():
+    """`set_epoch` is called on the copy that each worker keeps, not only on the original."""
+
+    class Epochs(IterableDataset):
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __iter__(self):
+            yield [float(self.epoch), float(get_worker_info().id)]
+
+    dataset = Epochs()
+    loader = ResumableLoader(DataLoader(dataset, num_workers=2, persistent_workers=True, collate_fn=list))
+    seen = [[row for batch in loader for row in batch] for _ in loader.epochs(3)]
+    assert seen == [[[float(epoch), 0.0], [float(epoch), 1.0]] for epoch in range(3)]
+    assert dataset.epoch == 2
+
+
+def test_other_number_of_workers_is_refused_for_a_stream():
+    """Shards of two workers are not those of three, and the message says which numbers there are."""
+    run = straight(functools.partial(make, Stream, "3 workers"), epochs=1)
+    loader = ResumableLoader(DataLoader(Stream(), batch_size=3, num_workers=2, collate_fn=collate))
+    with pytest.raises(StateMismatchError, match="number of workers of an iterable dataset: 3 in the saved state, 2 now"):
+        loader.load_state_dict(run.states[0, 2])
+    assert (loader.epoch, loader.batch) == (0, 0)
+
+
+def test_stream_that_lost_its_state_dict_is_refused():
+    """A position that only the dataset understands is no position for another dataset."""
+    run = straight(functools.partial(make, StatefulStream, "no workers"), epochs=1)
+    loader = ResumableLoader(make(Stream, "no workers"))
+    with pytest.raises(StateMismatchError, match="which has no load_state_dict now"):
+        loader.load_state_dict(run.states[0, 2])
