@@ -4,6 +4,7 @@ from safeckpt.store.commit import commit
 from safeckpt.store.directory import Aside, CheckpointDirectory
 from safeckpt.store.events import EventLog
 from safeckpt.store.lock import WriterLock
+from safeckpt.store.losses import LossLog
 from safeckpt.store.retention import (
     Best,
     KeepBest,
@@ -22,6 +23,7 @@ __all__ = [
     "KeepBest",
     "KeepEvery",
     "KeepLast",
+    "LossLog",
     "Policy",
     "WriterLock",
     "asides_to_prune",

@@ -12,6 +12,7 @@ from safeckpt.errors import SafeckptWarning, StepExistsError
 from safeckpt.store import disk, names
 from safeckpt.store.commit import commit
 from safeckpt.store.events import EventLog
+from safeckpt.store.losses import LossLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -42,11 +43,13 @@ class CheckpointDirectory:
     Attributes:
         path: The directory, absolute, so that a change of the working directory moves nothing.
         events: The run's history in it.
+        losses: The run's losses.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
         self.events = EventLog(self.path / names.EVENTS)
+        self.losses = LossLog(self.path / names.LOSSES)
 
     def create(self) -> None:
         """Make the directory and its missing parents, durably; one that is there is left as it is.

@@ -6,7 +6,7 @@
     set aside    aside-{digits}.{number}.pt    number: 1, 2, ... without leading zeros
     temporary    .{final}.{16 hex}.tmp         final: the name it will get, shortened when that would be too long
     writer       .writer.lock                  who holds it: .writer.json
-    history      events.jsonl
+    history      events.jsonl, and the losses of the run: losses.log
 
 A name is parsed whole and as ASCII: ``step-100.pt``, ``step-000000100.pt``, ``step-00000100.pt.bak`` and
 ``Step-00000100.pt`` are somebody else's. So renaming a checkpoint is a way to keep it for good.
@@ -27,6 +27,7 @@ __all__ = [
     "EVENTS",
     "HOLDER",
     "LOCK",
+    "LOSSES",
     "aside_name",
     "parse_aside",
     "parse_step",
@@ -39,6 +40,7 @@ __all__ = [
 LOCK = ".writer.lock"
 HOLDER = ".writer.json"
 EVENTS = "events.jsonl"
+LOSSES = "losses.log"
 
 _DIGITS = r"([0-9]{8}|[1-9][0-9]{8,})"
 _STEP = re.compile(rf"step-{_DIGITS}\.pt")

@@ -1,7 +1,7 @@
 """Decides which checkpoints may be deleted. Nothing is deleted here.
 
-A policy says which steps it wants to keep; a step is pruned only when no policy wants it, it is not the newest, and
-it is known to be good. What is not good never counts as kept and is never deleted: it may hold the only trace of
+A policy says which steps it wants to keep; a step is pruned only when no policy wants it, it is not the newest good
+one, and it is known to be good. What is not good never counts as kept and is never deleted: it may hold the only trace of
 what went wrong, and a newer version may be able to read it.
 """
 
@@ -126,13 +126,13 @@ def to_prune(
 
     Args:
         steps: Every step that has a file, ascending.
-        policies: Each keeps some; the newest step and the newest good one are kept without any.
+        policies: Each keeps some; the newest good step is kept without any.
         is_good: Whether a step's file is good. Asked at most once for a step, newest first where the order is free,
             and only for steps that decide something.
         protected: Steps never to be deleted whatever the policies say.
     """
     good = functools.cache(is_good)
-    candidates = set(steps[:-1]).difference(protected)
+    candidates = set(steps).difference(protected)
     for policy in (*policies, KeepLast(1)):
         if candidates:
             candidates.difference_update(policy.keeps(steps, good))

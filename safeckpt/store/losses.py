@@ -1,0 +1,124 @@
+"""The losses of a run, so that a restart can be compared with what it replays. One line a step, bounded in size.
+
+::
+
+    {step} {value} {crc}      the loss of a step, in hexadecimal, exactly
+    back {step} {crc}         what is above this step and before this line belongs to a timeline that was left
+
+The CRC-32 of each line tells a whole one from one that a crash cut: half a number is a number too. Of two lines for
+one step the later one counts. Nothing here decides which checkpoint is good.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, BinaryIO
+from zlib import crc32
+
+from safeckpt.errors import SafeckptWarning
+from safeckpt.store import disk
+from safeckpt.store.commit import commit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+__all__ = ["LossLog"]
+
+_MOST_BYTES = 8 << 20  # about 200,000 steps; the file is then rewritten with the newest half
+_BACK = b"back"
+
+
+class LossLog:
+    """An append-only file of losses.
+
+    It is not synced: a power loss may take the last lines, and then there is less to compare.
+
+    Attributes:
+        path: The file; made by the first line. Its directory has to exist by then.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._size_bytes: int | None = None
+
+    def append(self, losses: Iterable[tuple[int, str]]) -> bool:
+        """Add the losses of some steps with one write, and return whether they were written.
+
+        What the system refuses is a `SafeckptWarning`: training does not stop for want of a record.
+
+        Args:
+            losses: (step, value), the value without a blank in it.
+        """
+        return self._append(b"".join(_line(b"%d %s" % (step, value.encode())) for step, value in losses))
+
+    def back_to(self, step: int) -> bool:
+        """Say that the run goes on from `step` on another timeline: what is recorded above it is void."""
+        return self._append(_line(b"%s %d" % (_BACK, step)))
+
+    def _append(self, lines: bytes) -> bool:
+        try:
+            if self._size_bytes is None:
+                self._size_bytes = self.path.stat().st_size if self.path.exists() else 0
+            disk.append(self.path, lines)
+            self._size_bytes += len(lines)
+        except OSError as error:
+            warnings.warn(
+                f"The record of losses {self.path} cannot be written: {error}.", SafeckptWarning, stacklevel=3
+            )
+            return False
+        return True
+
+    @property
+    def is_long(self) -> bool:
+        """Whether `shorten` should be called before more is added."""
+        return (self._size_bytes or 0) > _MOST_BYTES
+
+    def shorten(self) -> None:
+        """Rewrite the file with the newest losses only. The directory's writer lock has to be held.
+
+        Raises:
+            OSError: It could not be rewritten; the old file is untouched.
+        """
+        kept: list[bytes] = []
+        size = 0
+        for step, value in sorted(self.read(-1).items(), reverse=True):
+            line = _line(b"%d %s" % (step, value.encode()))
+            size += len(line)
+            if size > _MOST_BYTES // 2:
+                break
+            kept.append(line)
+        content = b"".join(reversed(kept))
+
+        def write(file: BinaryIO) -> None:
+            file.write(content)
+
+        commit(self.path, write)
+        self._size_bytes = len(content)
+
+    def read(self, after: int) -> dict[int, str]:
+        """Return the losses of the steps above `after`, by step; none when there is no file.
+
+        Raises:
+            OSError: The file is there and cannot be read.
+        """
+        try:
+            lines = self.path.read_bytes().split(b"\n")
+        except FileNotFoundError:
+            return {}
+        found: dict[int, str] = {}
+        for line in lines:
+            content, _, crc = line.rpartition(b" ")
+            first, _, second = content.partition(b" ")
+            if not second or crc != b"%08x" % crc32(content):
+                continue  # cut by a crash, or none of ours
+            if first == _BACK:
+                left = int(second)
+                found = {step: value for step, value in found.items() if step <= left}
+            elif (step := int(first)) > after:
+                found[step] = second.decode()
+        return found
+
+
+def _line(content: bytes) -> bytes:
+    return b"%s %08x\n" % (content, crc32(content))
