@@ -84,12 +84,13 @@ class Entry:
         return _UTF8 | _SIZES_FOLLOW if self.size else _UTF8
 
 
-def _wide_extra(entry: Entry) -> bytes:
+def _wide_extra(entry: Entry, stored: int) -> bytes:
+    """Return the 64-bit fields; the stored size is not yet known to torch's writer in the local header."""
     if not entry.wide:
         return b""
     fields = []
     if entry.size >= _LIMIT32:
-        fields += [entry.size, entry.size]
+        fields += [entry.size, stored]
     if entry.header_offset >= _LIMIT32:
         fields.append(entry.header_offset)
     return struct.pack(f"<HH{len(fields)}Q", 1, 8 * len(fields), *fields)
@@ -97,7 +98,7 @@ def _wide_extra(entry: Entry) -> bytes:
 
 def local_header(entry: Entry) -> bytes:
     """Return what stands before the data of a record, padding included."""
-    wide = _wide_extra(entry)
+    wide = _wide_extra(entry, 0)
     padding = entry.data_offset - entry.header_offset - _LOCAL.size - len(entry.name) - len(wide) - 4
     extra = b"%sFB%s%s" % (wide, struct.pack("<H", padding), b"Z" * padding)
     fixed = _LOCAL.pack(0x04034B50, 0, entry.flags, 0, 0, 0, 0, 0, 0, len(entry.name), len(extra))
@@ -139,7 +140,7 @@ def layout(records: list[tuple[str, int]]) -> tuple[list[Entry], int]:
     offset = 0
     for name, size in records:
         entry = Entry(f"{FOLDER}/{name}".encode(), size, offset, 0)
-        start = offset + _LOCAL.size + len(entry.name) + len(_wide_extra(entry)) + 4
+        start = offset + _LOCAL.size + len(entry.name) + len(_wide_extra(entry, 0)) + 4
         entry.data_offset = start + -start % ALIGNMENT_BYTES
         offset = entry.data_offset + size + descriptor_bytes(entry)
         entries.append(entry)
@@ -151,7 +152,7 @@ def central_directory(entries: list[Entry]) -> bytes:
     parts = []
     for entry in entries:
         size = min(entry.size, _LIMIT32)
-        extra = _wide_extra(entry)
+        extra = _wide_extra(entry, entry.size)
         parts.append(
             _CENTRAL.pack(
                 0x02014B50, 0, 0, entry.flags, 0, 0, 0, entry.crc, size, size,

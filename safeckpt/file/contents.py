@@ -104,11 +104,14 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """Many small storages, one after the other."""
+    """Many small tensors that are contiguous, one after the other."""
 
-    parts: Sequence[torch.UntypedStorage]
+    parts: Sequence[torch.Tensor]
     nbytes: int
 
     def pieces(self, cuts: Iterable[tuple[int, int]]) -> Iterator[memoryview]:
-        """Copy the storages together, then give the bytes of every cut."""
-        return _host_pieces(torch.cat([storage_bytes(part, 0, part.nbytes()) for part in self.parts]), cuts)
+        """Copy the tensors together, then give the bytes of every cut."""
+        bits = _BITS[self.parts[0].element_size()]
+        with torch.no_grad():
+            joined = torch.cat([part.view(bits).reshape(-1) for part in self.parts])
+        return _host_pieces(storage_bytes(joined.untyped_storage(), 0, self.nbytes), cuts)

@@ -144,11 +144,11 @@ def read_directory(source: Source, trailer: Trailer | None) -> Directory:
     offset, length, count = _locate(source, end_offset)
     data = source.read(offset, length)
     entries = _entries(source, data, count)
-    folder = _check_names(source, entries)
     if trailer is not None:
         _check_own_layout(source, entries, offset, data, end_offset)
-    else:
-        _check_foreign_layout(source, entries, offset)
+        return Directory(tuple(entries), FOLDER)
+    folder = _check_names(source, entries)
+    _check_foreign_layout(source, entries, offset)
     return Directory(tuple(entries), folder)
 
 
@@ -238,7 +238,8 @@ def _check_names(source: Source, entries: list[Entry]) -> str:
         except UnicodeDecodeError:
             raise _damaged(source, f"a record has the name {entry.name!r}") from None
         parts = name.split("/")
-        if len(parts) < 2 or not all(parts) or ".." in parts or "." in parts or "\\" in name or not name.isprintable():
+        inner = name.partition("/")[2]
+        if len(parts) < 2 or not all(parts) or {".", ".."} & set(parts) or "\\" in inner or not inner.isprintable():
             raise _damaged(source, f"a record has the name {name!r}")
         if name in seen:
             raise _damaged(source, f"there are two records with the name {name!r}")
@@ -265,7 +266,7 @@ def _check_own_layout(source: Source, entries: list[Entry], offset: int, data: b
     for entry, own in zip(entries, expected, strict=True):
         own.crc = entry.crc
         if entry.name != own.name:
-            raise _damaged(source, f"a record has the name {entry.name.decode()}, and should be {own.name.decode()}")
+            raise _damaged(source, f"a record is called {entry.name!r} and should be {own.name.decode()}")
         entry.data_offset = own.data_offset
     tail = source.read(offset + len(data), end_offset + END_BYTES - offset - len(data))
     if offset != end or archive.central_directory(expected) != data:

@@ -7,6 +7,7 @@ where nothing is lost, and everything else is refused with its key path and what
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter, OrderedDict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
@@ -18,7 +19,7 @@ from safeckpt.file.convert import EMPTY_BYTES, converted
 from safeckpt.file.cures import cure_for, special_reason
 from safeckpt.file.pickling import stored_dtype, use_of, used_storages
 from safeckpt.file.readable import is_allowed, parts_of, why_unreadable
-from safeckpt.file.tensors import why_unsavable
+from safeckpt.file.tensors import is_ordinary, why_unsavable
 from safeckpt.file.views import StorageTypeConflictError
 
 if TYPE_CHECKING:
@@ -30,12 +31,15 @@ __all__ = ["MOST_LEVELS", "encode"]
 
 MOST_LEVELS: Final = 200  # of nesting: torch's reader and Python's pickler would manage more, people's states need 20
 
-_ATOMS = frozenset({type(None), bool, float, complex, torch.device, torch.Size})
+_ATOMS = frozenset({type(None), bool, float, complex, torch.device, torch.layout, torch.Size})
 _CONTAINERS = frozenset({dict, OrderedDict, Counter, list, tuple, set})
 _MOST_INT_BITS = 255 * 8 - 1  # a safe load reads integers of up to 255 bytes, sign included
 _MOST_STR_BYTES = 0xFFFFFFFF
 _MAY_BE_LONG = _MOST_STR_BYTES // 4
 _SHOWN_KEY = 60
+_SHOWN = frozenset({str, int, float, bool, type(None)})
+_TOO_DEEP = f"it is nested more than {MOST_LEVELS} levels deep"
+_FLATTER = "store it in a flatter form, such as a list with indices."
 
 
 def encode(tree: Any, *, root: str = "obj") -> Any:
@@ -100,7 +104,8 @@ class _RefusedError(Exception):
 
 
 def _key_step(key: Any) -> str:
-    shown = repr(key) if type(key) in (str, int, float, bool, type(None)) else f"<{type(key).__name__}>"
+    plain = type(key) in _SHOWN or (type(key) is tuple and all(type(item) in _SHOWN for item in key))
+    shown = repr(key) if plain else f"<{type(key).__name__}>"
     return f"[{shown if len(shown) <= _SHOWN_KEY else shown[: _SHOWN_KEY - 3] + '...'}]"
 
 
@@ -113,7 +118,7 @@ class _Walker:
         self._open: set[int] = set()  # containers that pickle cannot refer to before they are complete
         self._fixed = 0  # inside objects that cannot be rebuilt, so nothing in them can be replaced
         self._kept: list[Any] = []  # parts made for this walk: while they live, no other object gets their id
-        self._dtypes: dict[int, torch.dtype | None] = {}
+        self._storages: dict[int, tuple[torch.UntypedStorage, torch.dtype | None]] = {}
         self._mixed = False
 
     def walk(self, value: Any, depth: int) -> None:
@@ -149,8 +154,7 @@ class _Walker:
         if id(value) in self._seen:
             return
         if depth >= MOST_LEVELS:
-            reason = f"it is nested more than {MOST_LEVELS} levels deep"
-            raise _RefusedError(value, reason, "store it in a flatter form, such as a list with indices.")
+            raise _RefusedError(value, _TOO_DEEP, _FLATTER)
         self._seen.add(id(value))
         late = kind is tuple or kind is Counter
         if late:
@@ -201,15 +205,19 @@ class _Walker:
         if id(tensor) in self._seen:
             return
         self._seen.add(id(tensor))
-        why = why_unsavable(tensor)
-        if why is not None:
-            raise _RefusedError(tensor, *why)
-        if tensor.layout is torch.strided:
+        if not is_ordinary(tensor):
+            why = why_unsavable(tensor)
+            if why is not None:
+                raise _RefusedError(tensor, *why)
+        if tensor.layout is torch.strided and not tensor.is_nested:
             # The format gives a storage one element type. Nearly always no storage has two; whether it matters
             # where one has is worked out only then.
+            storage = tensor.untyped_storage()
             kind = stored_dtype(tensor)
-            if self._dtypes.setdefault(tensor.untyped_storage()._cdata, kind) is not kind:
+            if self._storages.setdefault(id(storage), (storage, kind))[1] is not kind:
                 self._mixed = True
+        else:
+            self._mixed = True  # several storages in one tensor
         if tensor.__dict__:
             with self._unchangeable():
                 self._attributes(tensor.__dict__, depth)
@@ -225,14 +233,20 @@ class _Walker:
         if kind is torch.UntypedStorage or not (is_allowed(kind) or is_allowed(value)):
             raise _RefusedError(value, *special_reason(value))
         self._seen.add(id(value))
-        if kind is not torch.TypedStorage and not isinstance(value, (type, torch.dtype, torch.qscheme)):
+        self._mixed = True
+        if depth >= MOST_LEVELS:
+            raise _RefusedError(value, _TOO_DEEP, _FLATTER)
+        if not isinstance(value, (type, torch.dtype, torch.qscheme, torch.layout, torch.TypedStorage)):
             self._parts(value, depth)
         reason = why_unreadable(value)
         if reason is not None:
             raise _RefusedError(value, reason)
 
     def _parts(self, value: Any, depth: int) -> None:
-        parts = parts_of(value)
+        try:
+            parts = parts_of(value)
+        except (TypeError, AttributeError, pickle.PicklingError) as error:
+            raise _RefusedError(value, f"pickling it fails: {error}") from None
         self._kept.append(parts)
         step = ""
         try:

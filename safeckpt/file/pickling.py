@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections import OrderedDict
+import types
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._tensor import _rebuild_from_type_v2
-from torch._utils import _rebuild_parameter, _rebuild_qtensor, _rebuild_tensor_v2, _rebuild_tensor_v3
+from torch._utils import _rebuild_parameter, _rebuild_qtensor, _rebuild_tensor, _rebuild_tensor_v2, _rebuild_tensor_v3
+from torch._weights_only_unpickler import _get_allowed_globals
 from torch.serialization import location_tag, normalize_storage_type
 
 from safeckpt.file.views import Use, UsedStorages
@@ -23,13 +25,25 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from safeckpt.file.contents import Content
-    from safeckpt.file.views import Segment
+    from safeckpt.file.views import Segment, WholeStorage
 
 __all__ = ["Pickled", "pickle_payload", "stored_dtype", "use_of", "used_storages"]
 
 # Types whose elements the format calls bytes: tensors of them carry their dtype beside the storage.
 _BYTES_DTYPES: frozenset[torch.dtype] = frozenset(torch.storage._new_dtypes())
-_PLAIN_DEVICES = frozenset({"cpu", "cuda", "xpu", "mps", "hpu"})
+_PLAIN_DTYPES: frozenset[torch.dtype] = frozenset(
+    dtype
+    for dtype in torch.storage._dtype_to_storage_type_map()
+    if "qint" not in str(dtype) and "quint" not in str(dtype)
+)
+_STRIDED = torch.strided
+_CALLABLE = (type, types.FunctionType, types.BuiltinFunctionType)
+_KNOWN_CALLABLES = frozenset(
+    [value for value in _get_allowed_globals().values() if isinstance(value, _CALLABLE)] + list(torch._storage_classes)
+)
+_KNOWN_KINDS = frozenset(
+    {OrderedDict, Counter, set, complex, bytearray, torch.Size, torch.dtype, torch.device, torch.layout}
+)
 _NOTHING = (int, ())  # what the first pass puts in the place of a tensor
 
 
@@ -41,11 +55,13 @@ class Pickled:
         data: The record ``data.pkl``.
         contents: Bytes of the records ``data/0``, ``data/1``, ...
         packed: Indices of those that hold many small tensors.
+        plain: Whether every class and function in it is one that torch itself allows a safe load to use.
     """
 
     data: bytes
     contents: Sequence[Content]
     packed: Sequence[int]
+    plain: bool
 
 
 def pickle_payload(payload: object, protocol: int = 2, *, pack: bool = True) -> Pickled:
@@ -57,23 +73,24 @@ def pickle_payload(payload: object, protocol: int = 2, *, pack: bool = True) -> 
             file of protocol 3 uses none of them.
         pack: Put many small storages together into one record.
     """
-    storages = used_storages(payload)
-    storages.plan(pack=pack)
+    first = _Collector()
+    first.dump(payload)
+    first.storages.plan(pack=pack)
     buffer = io.BytesIO()
-    pickler = _Pickler(buffer, storages, fix_imports=protocol < 3)
-    pickler.dump(payload)
+    second = _Pickler(buffer, first, fix_imports=protocol < 3)
+    second.dump(payload)
     data = buffer.getvalue()
     if protocol == 3:
         data = b"\x80\x03" + data[2:]
-    packed = [index for index, segment in enumerate(pickler.segments) if segment.packed]
-    return Pickled(data, [segment.content for segment in pickler.segments], packed)
+    packed = [index for index, segment in enumerate(second.segments) if segment.packed]
+    return Pickled(data, [segment.content for segment in second.segments], packed, second.plain)
 
 
 def used_storages(payload: object) -> UsedStorages:
     """Find every storage that a payload refers to, and the views of it."""
-    storages = UsedStorages()
-    _Collector(storages).dump(payload)
-    return storages
+    collector = _Collector()
+    collector.dump(payload)
+    return collector.storages
 
 
 def stored_dtype(tensor: torch.Tensor) -> torch.dtype | None:
@@ -90,15 +107,14 @@ def use_of(tensor: torch.Tensor) -> Use:
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Tell whether torch reduces a tensor to storage, offset, size and stride and nothing else."""
     return (
-        tensor.layout is torch.strided
+        (tensor.is_cpu or tensor.is_cuda)
         and not tensor.__dict__
-        and tensor.device.type in _PLAIN_DEVICES
-        and not tensor.is_quantized
+        and tensor.dtype in _PLAIN_DTYPES
+        and tensor.layout is _STRIDED
         and not tensor.is_nested
-        and not tensor.is_conj()
         and not tensor.is_neg()
+        and not tensor.is_conj()
         and not tensor._backward_hooks
-        and tensor.dtype not in _BYTES_DTYPES
     )
 
 
@@ -130,27 +146,41 @@ def _rewrite(reduced: Any, change: Callable[[Any, Use], tuple[Any, int, tuple[in
 
 
 class _Collector(pickle.Pickler):
-    """The first pass: walk the payload as the second one will, note every view, write nothing of worth."""
+    """The first pass: walk the payload as the second one will, note every view, write nothing of worth.
 
-    def __init__(self, storages: UsedStorages) -> None:
+    Attributes:
+        storages: What was found.
+        whole: The tensors that need all of their storage, by identity. The pickler's own memo holds them.
+    """
+
+    def __init__(self) -> None:
         super().__init__(io.BytesIO(), protocol=2)
-        self._storages = storages
+        self.storages = UsedStorages()
+        self.whole: dict[int, WholeStorage] = {}
 
     def reducer_override(self, obj: Any) -> Any:
+        kind = type(obj)
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
+            if not _is_plain(obj):
+                return _rewrite(obj.__reduce_ex__(2), self._note)
+            storage = obj.untyped_storage()
+            if obj.nbytes == storage.nbytes() and obj.is_contiguous():
+                whole = self.storages.add_whole(storage, obj)
+                if whole is not None:
+                    self.whole[id(obj)] = whole
+                    return _NOTHING
+            self.storages.add(storage, use_of(obj))
+            return _NOTHING
         if isinstance(obj, torch.Tensor):
-            kind = type(obj)
-            if (kind is torch.Tensor or kind is torch.nn.Parameter) and _is_plain(obj):
-                self._storages.add(obj.untyped_storage(), use_of(obj))
-                return _NOTHING
             return _rewrite(obj.__reduce_ex__(2), self._note)
         if isinstance(obj, (torch.TypedStorage, torch.UntypedStorage)):
-            self._storages.add(*_of_storage(obj))
+            self.storages.add(*_of_storage(obj))
             return _NOTHING
         return NotImplemented
 
     def _note(self, storage: Any, use: Use) -> tuple[Any, int, tuple[int, ...]]:
         untyped = storage if isinstance(storage, torch.UntypedStorage) else storage._untyped_storage
-        self._storages.add(untyped, use)
+        self.storages.add(untyped, use)
         return None, 0, ()
 
 
@@ -166,12 +196,15 @@ class _Reference:
 class _Pickler(pickle.Pickler):
     """The second pass: as torch.save pickles, with every view at its place in the file."""
 
-    def __init__(self, buffer: io.BytesIO, storages: UsedStorages, *, fix_imports: bool) -> None:
+    def __init__(self, buffer: io.BytesIO, first: _Collector, *, fix_imports: bool) -> None:
         super().__init__(buffer, protocol=2, fix_imports=fix_imports)
-        self._storages = storages
+        self._first = first  # held whole: its memo keeps the objects alive by whose identity the plan goes
+        self._storages = first.storages
         self._packs: dict[int, _Reference] = {}
+        self._shapes: dict[torch.Size, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self._types: dict[torch.dtype, type] = {}
         self.segments: list[Segment] = []
+        self.plain = True
 
     def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
         kind = type(obj)
@@ -179,44 +212,69 @@ class _Pickler(pickle.Pickler):
             return obj.persistent_id  # type: ignore[no-any-return]
         if kind is torch.TypedStorage or kind is torch.UntypedStorage:
             storage, use = _of_storage(obj)
-            return self._refer(self._storages.place(storage, use).segment, use).persistent_id
+            return self._refer(self._storages.place(storage, use).segment, use.dtype).persistent_id
         return None
 
     def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, torch.Tensor):
-            return NotImplemented
         kind = type(obj)
-        if kind is torch.Tensor and _is_plain(obj):
-            use = use_of(obj)
-            place = self._storages.place(obj.untyped_storage(), use)
-            reference = self._refer(place.segment, use)
-            hooks: OrderedDict[int, Any] = OrderedDict()
-            return _rebuild_tensor_v2, (reference, place.offset, use.size, place.stride, obj.requires_grad, hooks)
         if kind is torch.nn.Parameter and _is_plain(obj):
-            return _rebuild_parameter, (obj.data, obj.requires_grad, OrderedDict())
-        return _rewrite(obj.__reduce_ex__(2), self._change)
+            whole = self._first.whole.get(id(obj))
+            data = obj.data
+            if whole is not None:
+                self._first.whole[id(data)] = whole
+            return _rebuild_parameter, (data, obj.requires_grad, OrderedDict())
+        if kind is torch.Tensor:
+            whole = self._first.whole.get(id(obj))
+            if whole is not None:
+                return self._whole(obj, whole)
+            if _is_plain(obj):
+                use = use_of(obj)
+                place = self._storages.place(obj.untyped_storage(), use)
+                reference = self._refer(place.segment, use.dtype)
+                hooks: OrderedDict[int, Any] = OrderedDict()
+                return _rebuild_tensor_v2, (reference, place.offset, use.size, place.stride, obj.requires_grad, hooks)
+        if isinstance(obj, torch.Tensor):
+            self.plain = self.plain and (kind is torch.Tensor or kind is torch.nn.Parameter)
+            return _rewrite(obj.__reduce_ex__(2), self._change)
+        if kind not in _KNOWN_KINDS and not (isinstance(obj, _CALLABLE) and obj in _KNOWN_CALLABLES):
+            self.plain = False
+        return NotImplemented
+
+    def _whole(self, tensor: torch.Tensor, whole: WholeStorage) -> Any:
+        """Reduce a tensor that needs all of its storage; one that is packed in the shortest way there is."""
+        segment = whole.segment
+        reference = self._packs.get(id(segment)) if segment.packed else None
+        if reference is None:
+            reference = self._refer(segment, whole.dtype)
+        if not segment.packed:
+            size = tuple(tensor.size())
+            return _rebuild_tensor_v2, (reference, 0, size, tensor.stride(), tensor.requires_grad, OrderedDict())
+        shape = self._shapes.get(tensor.shape)
+        if shape is None:  # the same two objects for every tensor of this shape: pickled once, then referred to
+            shape = self._shapes[tensor.shape] = (tuple(tensor.size()), tensor.stride())
+        if tensor.requires_grad:
+            return _rebuild_tensor_v2, (reference, whole.offset, *shape, True, OrderedDict())
+        return _rebuild_tensor, (reference, whole.offset, *shape)
 
     def _change(self, storage: Any, use: Use) -> tuple[Any, int, tuple[int, ...]]:
         untyped = storage if isinstance(storage, torch.UntypedStorage) else storage._untyped_storage
         place = self._storages.place(untyped, use)
-        return self._refer(place.segment, use), place.offset, place.stride
+        return self._refer(place.segment, use.dtype), place.offset, place.stride
 
-    def _refer(self, segment: Segment, use: Use) -> _Reference:
+    def _refer(self, segment: Segment, dtype: torch.dtype | None) -> _Reference:
         """Name a record as torch does: by number, in the order in which records are first referred to."""
-        if segment.packed and id(segment) in self._packs:
-            return self._packs[id(segment)]
         if segment.key is None:
             segment.key = str(len(self.segments))
             self.segments.append(segment)
         numel = segment.content.nbytes
-        if use.dtype is None:
+        if dtype is None:
             storage_type = normalize_storage_type(torch.UntypedStorage)
         else:
-            storage_type = self._types.get(use.dtype)
-            if storage_type is None:
-                name = torch.storage._dtype_to_storage_type_map()[use.dtype]
-                storage_type = self._types[use.dtype] = getattr(torch, name)
-            numel //= use.itemsize
+            found = self._types.get(dtype)
+            if found is None:
+                found = self._types[dtype] = getattr(torch, torch.storage._dtype_to_storage_type_map()[dtype])
+            storage_type = found
+            numel //= dtype.itemsize
         reference = _Reference(("storage", storage_type, segment.key, location_tag(segment.storage), numel))
         if segment.packed:
             self._packs[id(segment)] = reference

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, BinaryIO, Self
+from typing import IO, TYPE_CHECKING, Any, Self
 from zlib import crc32
 
 from safeckpt.errors import DamagedCheckpointError
@@ -31,7 +31,7 @@ _HEADER_BYTES = 4096  # the first read; a header record of usual size is within 
 _NAME_OFFSET = 30  # of the name in a local header
 
 
-def open_file(f: str | os.PathLike[str] | BinaryIO) -> CheckpointFile:
+def open_file(f: str | os.PathLike[str] | IO[bytes]) -> CheckpointFile:
     """Open a file that safeckpt or torch wrote; use it as a context manager.
 
     Cost: one open and one read of 150 bytes.
@@ -49,7 +49,7 @@ def open_file(f: str | os.PathLike[str] | BinaryIO) -> CheckpointFile:
         raise
 
 
-def verify(f: str | os.PathLike[str] | BinaryIO) -> FileReport:
+def verify(f: str | os.PathLike[str] | IO[bytes]) -> FileReport:
     """Check every byte of a file, see :meth:`CheckpointFile.verify`."""
     with open_file(f) as file:
         return file.verify()

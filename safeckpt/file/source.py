@@ -11,7 +11,7 @@ import os
 import stat
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, BinaryIO
+from typing import IO, TYPE_CHECKING
 from zlib import crc32
 
 from safeckpt.errors import DamagedCheckpointError
@@ -36,7 +36,7 @@ class Source:
         descriptor: Of the open file, None when there is none.
     """
 
-    def __init__(self, file: BinaryIO, path: str, *, owned: bool) -> None:
+    def __init__(self, file: IO[bytes], path: str, *, owned: bool) -> None:
         self.file = file
         self.path = path
         self._owned = owned
@@ -76,10 +76,14 @@ class Source:
 
     def read(self, offset: int, length: int) -> bytes:
         """Return ``length`` bytes from an offset."""
-        if self.descriptor is not None and length <= _READ_BYTES:
+        if self.descriptor is None:
+            with self._lock:
+                self.file.seek(offset)
+                data = self.file.read(length)
+        else:
             data = os.pread(self.descriptor, length, offset)
-            if len(data) == length:
-                return data
+        if len(data) == length:
+            return data
         buffer = bytearray(length)
         self.read_into(memoryview(buffer), offset)
         return bytes(buffer)
@@ -153,7 +157,7 @@ class Source:
         return crc
 
 
-def _descriptor(file: BinaryIO) -> int | None:
+def _descriptor(file: IO[bytes]) -> int | None:
     """Return the descriptor of a regular file that is read as it stands on disk."""
     if not isinstance(file, (io.FileIO, io.BufferedReader, io.BufferedRandom)) or not hasattr(os, "preadv"):
         return None  # an object of the caller's own may have a descriptor and transform what it reads
@@ -164,7 +168,7 @@ def _descriptor(file: BinaryIO) -> int | None:
     return descriptor if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
 
 
-def source_of(f: str | os.PathLike[str] | BinaryIO) -> Source:
+def source_of(f: str | os.PathLike[str] | IO[bytes]) -> Source:
     """Open a path, or take an open file.
 
     Raises:

@@ -6,7 +6,7 @@ from typing import Final
 
 import torch
 
-__all__ = ["why_unsavable"]
+__all__ = ["is_ordinary", "why_unsavable"]
 
 _SPARSE: Final = frozenset({torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 _DTYPES: Final = frozenset(torch.storage._dtype_to_storage_type_map()) | frozenset(torch.storage._new_dtypes())
@@ -14,12 +14,31 @@ _QUANTIZED: Final = frozenset(
     {torch.per_tensor_affine, torch.per_channel_affine, torch.per_channel_affine_float_qparams}
 )
 
+_STRIDED: Final = torch.strided
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def is_ordinary(tensor: torch.Tensor) -> bool:
+    """Tell quickly whether a tensor is of the most common kind, about which there are no more questions."""
+    return (
+        (tensor.is_cpu or tensor.is_cuda)
+        and tensor.layout is _STRIDED
+        and tensor.dtype in _DTYPES
+        and not tensor.is_quantized
+        and not tensor.is_nested
+        and not tensor.__dict__
+        and not _is_wrapped(tensor)
+        and not tensor._is_zerotensor()
+        and tensor.nbytes == tensor.untyped_storage().nbytes()
+        and tensor.is_contiguous()
+    )
+
 
 def why_unsavable(tensor: torch.Tensor) -> tuple[str, str] | None:
     """Return why a plain tensor or parameter cannot be saved, and what to do; None when it can."""
     if tensor.device.type == "meta":
         return "it is on the meta device and has no data", "give it data first, as torch.nn.Module.to_empty does."
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if _is_wrapped(tensor):
         return "it exists only inside a transform of torch.func", "return it from the transform, then save it."
     if tensor.dtype not in _DTYPES:
         return f"torch has no storage type for {tensor.dtype}", "save {x}.view(torch.uint8) and its dtype."
@@ -33,7 +52,7 @@ def why_unsavable(tensor: torch.Tensor) -> tuple[str, str] | None:
 def _why_strided(tensor: torch.Tensor) -> tuple[str, str] | None:
     if tensor.is_nested:
         return None
-    if torch._C._is_zerotensor(tensor) if hasattr(torch._C, "_is_zerotensor") else tensor._is_zerotensor():
+    if tensor._is_zerotensor():
         return "it stands for zeros and has no memory", "save {x}.clone()."
     if tensor.is_quantized and not _known_quantizer(tensor):
         return "torch cannot save its kind of quantization", "save {x}.dequantize()."

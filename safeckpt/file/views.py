@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from safeckpt.file.contents import Content
 
-__all__ = ["Place", "Segment", "StorageTypeConflictError", "Use", "UsedStorage", "UsedStorages"]
+__all__ = ["Place", "Segment", "StorageTypeConflictError", "Use", "UsedStorages", "WholeStorage"]
 
 _MASK_ELEMENTS = 1 << 24  # larger segments with gaps are kept as they are rather than searched element by element
 _PACKED_BYTES = 8 << 10  # a storage up to this size may be packed with others
@@ -34,13 +34,12 @@ class StorageTypeConflictError(Exception):
     """Two views with different dtypes share memory, which the format cannot express."""
 
     def __init__(self, first: Use, second: Use) -> None:
-        super().__init__(first, second)
+        super().__init__(f"tensors of {first.dtype} and {second.dtype} share memory")
         self.first = first
         self.second = second
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
+class Use(NamedTuple):
     """One view of a storage.
 
     Attributes:
@@ -123,15 +122,6 @@ class UsedStorage:
     origins: list[int] = field(default_factory=list)
     dense: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], Segment] = field(default_factory=dict)
 
-    @property
-    def packable(self) -> bool:
-        """Whether one small tensor alone owns all of the storage."""
-        nbytes = self.storage.nbytes()
-        if not 0 < nbytes <= _PACKED_BYTES or len(self.uses) != 1:
-            return False
-        use = self.uses[0]
-        return use.low == 0 and use.high == nbytes == use.needed_bytes
-
     def _add(self, content: Content, origin: int) -> None:
         self.segments.append(Segment(content, self.storage))
         self.origins.append(origin)
@@ -178,17 +168,76 @@ class UsedStorage:
         return Place(segment, start // use.itemsize, use.stride)
 
 
+class WholeStorage:
+    """A storage that plain contiguous tensors need from the first byte to the last: the common case, kept short.
+
+    Attributes:
+        storage: The storage.
+        dtype: Of the tensors.
+        count: How many tensors refer to it.
+        offset: At which element of its segment it starts.
+    """
+
+    __slots__ = ("_segment", "count", "dtype", "offset", "storage", "tensor")
+
+    def __init__(self, storage: torch.UntypedStorage, tensor: torch.Tensor) -> None:
+        self.storage = storage
+        self.tensor = tensor
+        self.dtype = tensor.dtype
+        self.count = 1
+        self.offset = 0
+        self._segment: Segment | None = None
+
+    @property
+    def packable(self) -> bool:
+        """Whether it is small and one tensor alone owns it."""
+        return self.count == 1 and self._segment is None and 0 < self.tensor.nbytes <= _PACKED_BYTES
+
+    @property
+    def segment(self) -> Segment:
+        """The record it is found in: one of its own unless it was put into another."""
+        if self._segment is None:
+            self._segment = Segment(Span(self.storage, 0, self.storage.nbytes()), self.storage)
+        return self._segment
+
+    def put(self, segment: Segment, start: int = 0) -> None:
+        """Have it found in another record, at a byte."""
+        self._segment = segment
+        self.offset = start // self.dtype.itemsize
+
+    def use(self) -> Use:
+        """Describe it as a view."""
+        itemsize = self.dtype.itemsize
+        return Use.of(self.dtype, itemsize, 0, (self.storage.nbytes() // itemsize,), (1,))
+
+
 class UsedStorages:
-    """Every storage that a payload refers to."""
+    """Every storage that a payload refers to.
+
+    Storages are known by the identity of their Python objects, of which torch makes one for each; they are held, so
+    that no identity comes twice.
+    """
 
     def __init__(self) -> None:
-        self._used: dict[int, UsedStorage] = {}  # by address; the storages are held, so no address comes twice
+        self._used: dict[int, UsedStorage] = {}
+        self._whole: dict[int, WholeStorage] = {}
+
+    def add_whole(self, storage: torch.UntypedStorage, tensor: torch.Tensor) -> WholeStorage | None:
+        """Take note of a tensor that needs all of its storage; None when it has to be noted as a view."""
+        whole = self._whole.get(id(storage))
+        if whole is None:
+            whole = self._whole[id(storage)] = WholeStorage(storage, tensor)
+            return whole
+        if whole.dtype is not tensor.dtype:
+            return None
+        whole.count += 1
+        return whole
 
     def add(self, storage: torch.UntypedStorage, use: Use) -> None:
         """Take note of a view."""
-        used = self._used.get(storage._cdata)
+        used = self._used.get(id(storage))
         if used is None:
-            used = self._used[storage._cdata] = UsedStorage(storage)
+            used = self._used[id(storage)] = UsedStorage(storage)
         used.uses.append(use)
 
     def plan(self, *, pack: bool = True) -> None:
@@ -197,50 +246,62 @@ class UsedStorages:
         Raises:
             StorageTypeConflictError: Views of different dtypes share bytes.
         """
-        rest = self._used.values()
-        if pack:
-            small = [used for used in rest if used.packable]
+        for key, used in self._used.items():
+            whole = self._whole.get(key)
+            if whole is not None:
+                whole.count += len(used.uses)
+                used.uses.append(whole.use())
+            used.plan()
+            if whole is not None:
+                whole.put(used.segments[0])
+        if pack and len(self._whole) >= _PACK_FROM:
+            small = [whole for whole in self._whole.values() if whole.packable]
             if len(small) >= _PACK_FROM:
                 for group in _packs(small):
                     _pack(group)
-        for used in rest:
-            if not used.segments:
-                used.plan()
 
     def place(self, storage: torch.UntypedStorage, use: Use) -> Place:
         """Tell where a view is found."""
-        used = self._used.get(storage._cdata)
+        used = self._used.get(id(storage))
         if used is None:
-            # A tensor that exists only while it is pickled, made anew each time it is asked for.
-            used = self._used[storage._cdata] = UsedStorage(storage)
-            used.uses.append(Use.of(use.dtype, 1, 0, (storage.nbytes(),), (1,)))
-            used.plan()
+            # A tensor that exists only while it is pickled, made anew each time it is asked for, or another object
+            # over a storage that is needed as a whole.
+            used = self._used[id(storage)] = UsedStorage(storage)
+            whole = self._whole.get(id(storage))
+            if whole is not None and not whole.segment.packed:
+                used.segments.append(whole.segment)
+                used.origins.append(0)
+            else:
+                used.uses.append(Use.of(use.dtype, 1, 0, (storage.nbytes(),), (1,)))
+                used.plan()
         return used.place(use)
 
 
-def _packs(small: list[UsedStorage]) -> Iterator[list[UsedStorage]]:
+def _packs(small: list[WholeStorage]) -> Iterator[list[WholeStorage]]:
     """Sort small storages into packs: one dtype and one device each, of bounded size, in the order of the payload."""
-    open_packs: dict[tuple[torch.dtype | None, int, torch.device], tuple[list[UsedStorage], int]] = {}
-    for used in small:
-        use = used.uses[0]
-        kind = (use.dtype, use.itemsize, used.storage.device)
+    open_packs: dict[tuple[torch.dtype, torch.device], tuple[list[WholeStorage], int]] = {}
+    for whole in small:
+        kind = (whole.dtype, whole.storage.device)
+        nbytes = whole.tensor.nbytes
         group, filled = open_packs.get(kind, ([], 0))
-        if filled + use.high > _PACK_BYTES:
+        if filled + nbytes > _PACK_BYTES:
             yield group
             group, filled = [], 0
-        group.append(used)
-        open_packs[kind] = (group, filled + use.high)
+        group.append(whole)
+        open_packs[kind] = (group, filled + nbytes)
     yield from (group for group, _ in open_packs.values())
 
 
-def _pack(group: list[UsedStorage]) -> None:
-    content = Pack([used.storage for used in group], sum(used.uses[0].high for used in group))
-    segment = Segment(content, group[0].storage, packed=True)
+def _pack(group: list[WholeStorage]) -> None:
+    segment = Segment(
+        Pack([whole.tensor for whole in group], sum(whole.tensor.nbytes for whole in group)),
+        group[0].storage,
+        packed=True,
+    )
     start = 0
-    for used in group:
-        used.segments.append(segment)
-        used.origins.append(-start)
-        start += used.uses[0].high
+    for whole in group:
+        whole.put(segment, start)
+        start += whole.tensor.nbytes
 
 
 def _groups(uses: list[Use]) -> list[list[Use]]:

@@ -24,6 +24,7 @@ from safeckpt.file.checksum import CHUNK_BYTES, ChunkDigest, CrcPool, combine
 from safeckpt.file.pickling import pickle_payload
 from safeckpt.file.scan import PickleError, UntrustedGlobalError, scan_pickle
 from safeckpt.file.trailer import TRAILER_BYTES, Trailer
+from safeckpt.file.views import StorageTypeConflictError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -118,8 +119,12 @@ def prepare(payload: object, *, header: Mapping[str, Any] | None = None, pickle_
     Raises:
         UnsavableStateError: A load would refuse it: the payload did not come from ``encode``.
     """
-    pickled = pickle_payload(payload, pickle_protocol)
-    _check_readable(pickled)
+    try:
+        pickled = pickle_payload(payload, pickle_protocol)
+    except StorageTypeConflictError as error:
+        raise UnsavableStateError(location="payload", type_name="torch.Tensor", reason=str(error)) from None
+    if not pickled.plain:
+        _check_readable(pickled)
     contents: list[Content | bytes] = []
     if header is not None:
         contents.append(header_bytes(header))
