@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from safeckpt.state.guard import Guard
-from safeckpt.state.tree import copy_tree, join, named_tensors
+from safeckpt.state.guard import Guard, guarded_tensors
+from safeckpt.state.tree import detached
 
-__all__ = ["Captured", "Component", "Order", "StatefulComponent", "class_name"]
+__all__ = ["Captured", "Component", "Order", "class_name"]
 
 
 class Order:
@@ -63,23 +63,23 @@ class Component:
         self.obj = obj
 
     def capture(self) -> Captured:
-        """Return the state; tensors may alias the live ones. Changes nothing, draws no random number."""
-        raise NotImplementedError
+        """Return the state, detached; tensors may alias the live ones. Changes nothing.
+
+        Random numbers that a user's `state_dict` draws are put back by the caller.
+        """
+        return Captured(detached(self.obj.state_dict()), {"class": class_name(self.obj)})
 
     def check(self, captured: Captured) -> list[str]:
         """Return what keeps `captured` from being applied, one sentence each. Changes nothing."""
-        if captured.record.get("class") != class_name(self.obj):
-            return [
-                f"{self.name}: saved from a {captured.record.get('class')}, the live one is a {class_name(self.obj)}"
-            ]
-        return []
+        saved, live = captured.record.get("class"), class_name(self.obj)
+        return [] if saved == live else [f"{self.name}: saved from a {saved}, the live one is a {live}"]
 
     def apply(self, captured: Captured) -> None:
         """Put `captured` into the live object, which keeps no alias of it."""
         raise NotImplementedError
 
     def replaced(self, captured: Captured) -> list[str]:
-        """Return the hyper-parameters in which file and live object differ: `name: live value -> saved value`."""
+        """Return the hyper-parameters in which file and script disagree: `name: live value -> saved value`."""
         return []
 
     def keep(self, captured: Captured, hyperparameters: Collection[str]) -> Captured:
@@ -94,96 +94,8 @@ class Component:
 
     def guarded(self, captured: Captured, guard: Guard) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor) of everything in `captured` that has to be finite."""
-        yield from named_tensors(captured.state, self.name)
+        yield from guarded_tensors(captured.state, self.name)
 
-    def parameter_names(self) -> dict[str, torch.nn.Parameter]:
+    def parameter_names(self) -> dict[str, torch.Tensor]:
         """Return the parameters this component owns, by qualified name including its own; empty for most kinds."""
         return {}
-
-
-class StatefulComponent(Component):
-    """Any object with `state_dict` and `load_state_dict`, a gradient scaler among them."""
-
-    kind = "stateful"
-
-    def capture(self) -> Captured:
-        """Return what `state_dict()` gives."""
-        state = self.obj.state_dict()
-        return Captured(state, {"class": class_name(self.obj)})
-
-    def apply(self, captured: Captured) -> None:
-        """Hand a copy of the state to `load_state_dict`."""
-        self.obj.load_state_dict(copy_tree(captured.state))
-
-
-class ScalerComponent(StatefulComponent):
-    """A `torch.amp.GradScaler`: a disabled one has no state, so both sides have to agree."""
-
-    kind = "scaler"
-
-    def check(self, captured: Captured) -> list[str]:
-        """Refuse a scaler that is enabled on one side only: its scale would be lost, or made up."""
-        saved, live = bool(captured.state), bool(self.obj.is_enabled())
-        if saved != live:
-            words = {True: "enabled", False: "disabled"}
-            return [f"{self.name}: the saved scaler is {words[saved]}, the live one is {words[live]}"]
-        return super().check(captured)
-
-    def guarded(self, captured: Captured, guard: Guard) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the scale, which is a plain float in the state."""
-        scale = captured.state.get("scale")
-        if scale is not None:
-            yield join(self.name, "scale"), torch.as_tensor(scale, dtype=torch.float64)
-
-
-class LoaderComponent(StatefulComponent):
-    """A data loader that knows its position."""
-
-    kind = "loader"
-    order = Order.LOADER
-
-    def check(self, captured: Captured) -> list[str]:
-        """Ask the loader itself, when it can tell, whether the position fits its data."""
-        found = super().check(captured)
-        if not found and hasattr(self.obj, "check_state"):
-            found = [f"{self.name}: {difference}" for difference in self.obj.check_state(captured.state)]
-        return found
-
-    def guarded(self, captured: Captured, guard: Guard) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield nothing: a position holds no weights."""
-        yield from ()
-
-
-class CountersComponent(Component):
-    """A plain dict of plain values, restored in place: whoever holds it sees the restored values."""
-
-    kind = "counters"
-
-    def capture(self) -> Captured:
-        """Return the dict itself."""
-        return Captured(self.obj)
-
-    def check(self, captured: Captured) -> list[str]:
-        """Refuse a file without an entry that the live dict has; entries added while training come back."""
-        return [f"{self.name}: entry {key!r} is not in the checkpoint" for key in self.obj if key not in captured.state]
-
-    def apply(self, captured: Captured) -> None:
-        """Replace the contents, inner dicts and lists in place as well."""
-        _fill(self.obj, copy_tree(captured.state))
-
-    def guarded(self, captured: Captured, guard: Guard) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield nothing: the best loss so far starts at infinity."""
-        yield from ()
-
-
-def _fill(live: dict[Any, Any], saved: dict[Any, Any]) -> None:
-    for key in [key for key in live if key not in saved]:
-        del live[key]
-    for key, value in saved.items():
-        old = live.get(key)
-        if type(old) is dict and type(value) is dict:
-            _fill(old, value)
-        elif type(old) is list and type(value) is list:
-            old[:] = value
-        else:
-            live[key] = value

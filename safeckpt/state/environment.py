@@ -24,7 +24,7 @@ def environment() -> dict[str, Any]:
         "interop_threads": torch.get_num_interop_threads(),
         "default_dtype": str(torch.get_default_dtype()),
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "fp32_precision": _fp32_precision(),
         "mkldnn": torch.backends.mkldnn.enabled,
         "devices": [],
     }
@@ -35,10 +35,26 @@ def environment() -> dict[str, Any]:
         facts["cudnn"] = torch.backends.cudnn.version()
         facts["cudnn_deterministic"] = torch.backends.cudnn.deterministic
         facts["cudnn_benchmark"] = torch.backends.cudnn.benchmark
+        facts["fp16_reduction"] = str(torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction)
+        facts["bf16_reduction"] = str(torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction)
         facts["cublas_workspace"] = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
     elif accelerator is not None:
         facts["devices"] = [accelerator.type] * torch.accelerator.device_count()
     return facts
+
+
+def _fp32_precision() -> dict[str, str]:
+    """Return how float32 is rounded inside matrix products, by backend and operation.
+
+    `torch.get_float32_matmul_precision()` raises when the settings were made through these.
+    """
+    backends = {"cuda": torch.backends.cuda, "cudnn": torch.backends.cudnn, "mkldnn": torch.backends.mkldnn}
+    return {
+        f"{name}.{operation}": str(getattr(backend, operation).fp32_precision)
+        for name, backend in backends.items()
+        for operation in ("matmul", "conv", "rnn")
+        if hasattr(getattr(backend, operation, None), "fp32_precision")
+    }
 
 
 def differences(saved: dict[str, Any]) -> list[str]:

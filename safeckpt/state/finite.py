@@ -12,7 +12,7 @@ import torch
 from safeckpt.state.component import Captured, Component
 from safeckpt.state.guard import Guard, matcher
 from safeckpt.state.module import ModuleComponent
-from safeckpt.state.scan import NonFiniteTensor, nonfinite
+from safeckpt.state.scan import NonFiniteTensor, masks, nonfinite
 from safeckpt.state.tree import join
 
 __all__ = ["Baseline", "Verdict", "guard_from_record"]
@@ -76,7 +76,7 @@ class Baseline:
         buffers = (entry for entry in module.guarded(captured, Guard()) if entry[0] not in parameters)
         for report, tensor in nonfinite(buffers):
             if tensor.layout is torch.strided:
-                self._infinite[report.name] = torch.isinf(tensor).cpu()
+                self._infinite[report.name] = masks(tensor)[1].cpu()
 
     def judge(self, parts: Iterable[tuple[Component, Captured]], guard: Guard) -> Verdict:
         """Return what is not finite: one pass over everything guarded, one synchronisation per device and dtype."""
@@ -92,4 +92,4 @@ class Baseline:
         before = self._infinite.get(report.name)
         if before is None or report.nan_count or tensor.size() != before.size():
             return False
-        return not bool((torch.isinf(tensor).cpu() & ~before).any())
+        return not bool((masks(tensor)[1].cpu() & ~before).any())

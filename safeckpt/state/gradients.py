@@ -52,7 +52,7 @@ class Gradients:
         names = {name: self._parameters[name] for name in self.all()}
         return {name: grad for name, grad in self.all().items() if self._is_pending(names[name])}
 
-    def _is_pending(self, parameter: torch.nn.Parameter) -> bool:
+    def _is_pending(self, parameter: torch.Tensor) -> bool:
         grad = parameter.grad
         if grad is None or id(parameter) not in self._held:
             return False

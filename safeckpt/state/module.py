@@ -10,21 +10,25 @@ import torch
 from torch import nn
 
 from safeckpt.state.component import Captured, Component, Order, class_name
-from safeckpt.state.guard import Guard
-from safeckpt.state.tree import join, named_tensors
+from safeckpt.state.guard import Guard, guarded_tensors
+from safeckpt.state.tree import copy_tree, join
 
 __all__ = ["ModuleComponent", "clean_modules", "unwrap"]
 
 _EXTRA_STATE = "_extra_state"  # the last part of a key that holds what get_extra_state() returned
+# Attributes in which torch.compile's and activation checkpointing's wrappers hold the module; both classes are private.
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 def _wrapped(module: nn.Module) -> tuple[str, nn.Module] | None:
     """Return (attribute, inner module) of a wrapper that adds a prefix to every name, None for a real module."""
     if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
         return "module", module.module
-    # torch.compile's wrapper. By attribute: its class lives in a private module.
-    inner = module.__dict__.get("_orig_mod", module._modules.get("_orig_mod"))
-    return ("_orig_mod", inner) if isinstance(inner, nn.Module) else None
+    for attribute in _WRAPPERS:
+        inner = module._modules.get(attribute)
+        if inner is not None and len(module._modules) == 1:
+            return attribute, inner
+    return None
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -42,11 +46,10 @@ def clean_modules(module: nn.Module) -> dict[str, tuple[str, nn.Module]]:
     found: dict[str, tuple[str, nn.Module]] = {}
 
     def visit(raw: str, clean: str, current: nn.Module) -> None:
+        found[raw] = (clean, unwrap(current))
         if (wrapped := _wrapped(current)) is not None:
-            found[raw] = (clean, unwrap(current))
             visit(join(raw, wrapped[0]), clean, wrapped[1])
             return
-        found[raw] = (clean, current)
         for name, child in current._modules.items():
             if child is not None:
                 visit(join(raw, name), join(clean, name), child)
@@ -57,12 +60,11 @@ def clean_modules(module: nn.Module) -> dict[str, tuple[str, nn.Module]]:
 
 def _clean_key(key: str, modules: Mapping[str, tuple[str, nn.Module]]) -> str:
     """Return a `state_dict` key without wrapper prefixes: its longest part that is a module path decides."""
-    parts = key.split(".")
-    for cut in range(len(parts) - 1, -1, -1):
-        raw = ".".join(parts[:cut])
-        if raw in modules:
-            return join(modules[raw][0], ".".join(parts[cut:]))
-    return key
+    path, _, last = key.rpartition(".")
+    while path not in modules:
+        path, _, more = path.rpartition(".")
+        last = f"{more}.{last}"
+    return join(modules[path][0], last)
 
 
 class ModuleComponent(Component):
@@ -73,12 +75,17 @@ class ModuleComponent(Component):
 
     def __init__(self, name: str, obj: nn.Module) -> None:
         super().__init__(name, unwrap(obj))
+        self._outermost = obj
 
-    def parameter_names(self) -> dict[str, nn.Parameter]:
+    def parameter_names(self) -> dict[str, torch.Tensor]:
         """Return every parameter under every name it has, as `component.qualified.name`."""
         modules = clean_modules(self.obj)
         names = self.obj.named_parameters(remove_duplicate=False)
         return {join(self.name, _clean_key(key, modules)): parameter for key, parameter in names}
+
+    def _flags(self) -> dict[str, bool]:
+        names = self.parameter_names().items()
+        return {name.removeprefix(f"{self.name}."): parameter.requires_grad for name, parameter in names}
 
     def capture(self) -> Captured:
         """Return the `state_dict` under clean names, and flags and classes beside it."""
@@ -94,63 +101,63 @@ class ModuleComponent(Component):
             state._metadata = OrderedDict(  # type: ignore[attr-defined] # torch puts its versions there
                 (modules[path][0] if path in modules else path, dict(versions)) for path, versions in metadata.items()
             )
-        return Captured(state, self._record())
-
-    def _record(self) -> dict[str, Any]:
-        return {
-            "classes": {clean: class_name(module) for clean, module in clean_modules(self.obj).values()},
-            "training": {clean: module.training for clean, module in clean_modules(self.obj).values()},
-            "requires_grad": {
-                name.removeprefix(self.name + "."): parameter.requires_grad
-                for name, parameter in self.parameter_names().items()
-            },
+        record = {
+            "classes": {clean: class_name(module) for clean, module in modules.values()},
+            "training": {clean: module.training for clean, module in modules.values()},
+            "requires_grad": self._flags(),
         }
+        return Captured(state, record)
 
     def check(self, captured: Captured) -> list[str]:
         """Compare names, shapes, dtypes and classes of both sides."""
         live = self.capture()
-        found = _different_names(self.name, captured.state, live.state)
-        for key in captured.state.keys() & live.state.keys():
-            found += self._check_entry(key, captured.state[key], live.state[key])
-        classes = live.record["classes"]
-        for path, saved in captured.record["classes"].items():
-            if path in classes and classes[path] != saved:
-                where = join(self.name, path)
-                found.append(f"{where}: saved from a {saved}, the live one is a {classes[path]}")
-        return found
+        found = self._one_sided(captured.state, live.state)
+        for key, value in live.state.items():
+            if key in captured.state:
+                found += _unlike(join(self.name, key), captured.state[key], value)
+        strangers = self._one_sided(captured.record["requires_grad"], live.record["requires_grad"])
+        found += [difference for difference in strangers if difference not in found]
+        return found + self._check_classes(captured.record["classes"], live.record["classes"], found)
 
-    def _check_entry(self, key: str, saved: Any, live: Any) -> list[str]:
-        where = join(self.name, key)
-        if nn.parameter.is_lazy(live):
-            return [f"{where}: the live parameter is uninitialised; run one forward pass before restoring"]
-        if not isinstance(saved, torch.Tensor) or not isinstance(live, torch.Tensor):
-            return [] if key.rpartition(".")[2] == _EXTRA_STATE else _different_types(where, saved, live)
-        if live.is_meta:
-            return [f"{where}: the live tensor is on the meta device and has no memory; materialise it first"]
-        if saved.size() != live.size():
-            return [f"{where}: saved shape {list(saved.size())}, live shape {list(live.size())}"]
-        if saved.dtype != live.dtype:
-            return [f"{where}: saved dtype {saved.dtype}, live dtype {live.dtype}"]
-        if saved.layout != live.layout:
-            return [f"{where}: saved layout {saved.layout}, live layout {live.layout}"]
-        return []
+    def _one_sided(self, saved: Mapping[str, Any], live: Mapping[str, Any]) -> list[str]:
+        found = [f"{join(self.name, key)}: not in the checkpoint" for key in live if key not in saved]
+        return found + [f"{join(self.name, key)}: only in the checkpoint" for key in saved if key not in live]
+
+    def _check_classes(self, saved: Mapping[str, str], live: Mapping[str, str], known: list[str]) -> list[str]:
+        """Compare the submodules: a dropout or an activation has no weights, and makes another run all the same."""
+        found = []
+        for path in dict.fromkeys([*live, *saved]):
+            where = join(self.name, path)
+            if path in saved and path in live:
+                if saved[path] != live[path]:
+                    found.append(f"{where}: saved from a {saved[path]}, the live one is a {live[path]}")
+            elif not any(difference.startswith(f"{where}.") for difference in known):
+                side = f"the checkpoint has no such {live[path]}" if path in live else f"no such {saved[path]} now"
+                found.append(f"{where}: {side}")
+        return found
 
     def apply(self, captured: Captured) -> None:
         """Copy the values into the live tensors, then set each flag by itself: `train()` would set them all."""
         modules = clean_modules(self.obj)
-        state: OrderedDict[str, Any] = OrderedDict(
-            (key, captured.state[_clean_key(key, modules)]) for key in self.obj.state_dict()
-        )
+        own = {key for key, _ in self.obj.named_parameters(remove_duplicate=False)}
+        own |= {key for key, _ in self.obj.named_buffers(remove_duplicate=False)}
+        state: OrderedDict[str, Any] = OrderedDict()
+        for key in self.obj.state_dict():
+            saved = captured.state[_clean_key(key, modules)]
+            # Parameters and buffers take a copy by themselves; extra state may keep what it is given.
+            state[key] = saved if key in own else copy_tree(saved)
         versions = getattr(captured.state, "_metadata", {})
         state._metadata = OrderedDict(  # type: ignore[attr-defined] # read by load_state_dict
             (raw, versions[clean]) for raw, (clean, _) in modules.items() if clean in versions
         )
-        self.obj.load_state_dict(state, strict=True)
+        self.obj.load_state_dict(state)
         for clean, module in modules.values():
-            module.training = captured.record["training"].get(clean, module.training)
+            module.training = captured.record["training"][clean]
+        for wrapper in self._outermost.modules():
+            wrapper.training = unwrap(wrapper).training
         flags = captured.record["requires_grad"]
         for name, parameter in self.parameter_names().items():
-            wanted = flags[name.removeprefix(self.name + ".")]
+            wanted = flags[name.removeprefix(f"{self.name}.")]
             if parameter.requires_grad != wanted:
                 parameter.requires_grad_(wanted)
 
@@ -159,15 +166,21 @@ class ModuleComponent(Component):
         parameters = captured.record["requires_grad"]
         for key, value in captured.state.items():
             if guard.buffers or key in parameters:
-                yield from named_tensors(value, join(self.name, key))
+                yield from guarded_tensors(value, join(self.name, key))
 
 
-def _different_names(name: str, saved: Mapping[str, Any], live: Mapping[str, Any]) -> list[str]:
-    found = [f"{join(name, key)}: not in the checkpoint" for key in live if key not in saved]
-    return found + [f"{join(name, key)}: only in the checkpoint" for key in saved if key not in live]
-
-
-def _different_types(where: str, saved: object, live: object) -> list[str]:
-    if type(saved) is type(live):
-        return []
-    return [f"{where}: saved as a {type(saved).__name__}, the live one is a {type(live).__name__}"]
+def _unlike(where: str, saved: Any, live: Any) -> Iterator[str]:
+    if not isinstance(saved, torch.Tensor) or not isinstance(live, torch.Tensor):
+        if where.rpartition(".")[2] != _EXTRA_STATE and type(saved) is not type(live):
+            yield f"{where}: saved as a {type(saved).__name__}, the live one is a {type(live).__name__}"
+    elif nn.parameter.is_lazy(live):
+        yield f"{where}: the live parameter is uninitialised; run one forward pass before restoring"
+    elif live.is_meta:
+        yield f"{where}: the live tensor is on the meta device and has no memory; materialise it first"
+    else:
+        for what in ("shape", "dtype", "layout"):
+            before, now = getattr(saved, what), getattr(live, what)
+            if before != now:
+                shown = (list(before), list(now)) if what == "shape" else (before, now)
+                yield f"{where}: saved {what} {shown[0]}, live {what} {shown[1]}"
+                return

@@ -1,22 +1,23 @@
 """Optimizers: state and options of every parameter, matched by the parameter's name, never by position alone.
 
-Torch stores optimizer state by position. When the model registers its layers in another order, every moment
-lands on another parameter of the same shape, without a word. So each saved position carries the parameter's
-qualified name, shape and dtype, and the state is put in the live order before torch sees it.
+Each saved position carries the parameter's qualified name, shape and dtype, and the saved groups are put in the live
+order before torch sees them.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from safeckpt.state.component import Captured, Component, Order, class_name
-from safeckpt.state.guard import Guard
-from safeckpt.state.tree import copy_tree, join, map_tensors, named_tensors
+from safeckpt.state.guard import Guard, guarded_tensors
+from safeckpt.state.matching import Matching, Slot, match, positional
+from safeckpt.state.options import overruled, plain
+from safeckpt.state.tree import copy_tree, detached, join, map_tensors
 
 __all__ = ["OptimizerComponent"]
 
@@ -32,27 +33,31 @@ class OptimizerComponent(Component):
     Args:
         name: Name under which the user registered it.
         obj: The optimizer.
-        names: Qualified name of every parameter that a registered module owns, by id of the parameter; all names
-            of a parameter that has several.
+        names: Gives the qualified names of every parameter that a registered module owns, by id of the parameter.
         scheduled: True when a registered scheduler drives it, so that a moving lr is no news.
     """
 
     kind = "optimizer"
     order = Order.OPTIMIZER
 
-    def __init__(self, name: str, obj: Optimizer, names: Mapping[int, Sequence[str]], *, scheduled: bool) -> None:
+    def __init__(
+        self, name: str, obj: Optimizer, names: Callable[[], Mapping[int, Sequence[str]]], *, scheduled: bool
+    ) -> None:
         super().__init__(name, obj)
         self._names = names
         self._scheduled = scheduled
+        self._first = [plain(_options(group)) for group in obj.param_groups]
+        self._matching: tuple[Captured, Matching] | None = None  # of the state that was checked last
 
-    def _slots(self) -> list[list[tuple[tuple[str, ...], torch.Tensor]]]:
+    def _slots(self) -> list[list[Slot]]:
         """Return (names, parameter) for each position of each group.
 
         A parameter of no registered module is called by its position, which its shape and dtype then have to confirm.
         """
+        names = self._names()
         return [
             [
-                (tuple(self._names.get(id(parameter), (f"group {index} position {position}",))), parameter)
+                (names.get(id(parameter)) or [f"group {index} position {position}"], parameter)
                 for position, parameter in enumerate(group["params"])
             ]
             for index, group in enumerate(self.obj.param_groups)
@@ -60,217 +65,166 @@ class OptimizerComponent(Component):
 
     def capture(self) -> Captured:
         """Return torch's own `state_dict`, and name, shape and dtype of every position beside it."""
-        record = {
-            "class": class_name(self.obj),
-            # A scheduler warns, wrongly, after a restart when it cannot see that a step was made before.
-            "stepped": bool(getattr(self.obj, "_opt_called", False)),
-            "slots": [
-                [
-                    {"name": names[0], "shape": list(parameter.size()), "dtype": str(parameter.dtype)}
-                    for names, parameter in group
-                ]
-                for group in self._slots()
-            ],
-        }
-        return Captured(_without_grad(self.obj.state_dict()), record)
+        groups = self.obj.param_groups
+        # Groups may be added while training. A new list: an earlier capture may still hold the old one.
+        self._first = [*self._first, *(plain(_options(group)) for group in groups[len(self._first) :])]
+        slots = [
+            [
+                {"name": names[0], "shape": list(parameter.size()), "dtype": str(parameter.dtype)}
+                for names, parameter in group
+            ]
+            for group in self._slots()
+        ]
+        # A scheduler warns, wrongly, after a restart when it cannot see that a step was made before.
+        stepped = bool(getattr(self.obj, "_opt_called", False))
+        record = {"class": class_name(self.obj), "stepped": stepped, "slots": slots, "first": self._first}
+        return Captured(detached(self.obj.state_dict()), record)
 
     def check(self, captured: Captured) -> list[str]:
         """Compare classes, and find for every live parameter the saved one of its name, shape and dtype."""
-        found = super().check(captured)
-        if not found:
-            found = self._match(captured)[1]
-        if not found:
-            found = self._check_positional_state(captured)
-        return found
+        slots = captured.record["slots"]
+        matching = match(slots, self._slots())
+        self._matching = (captured, matching)
+        found = list(matching.differences)
+        if not found and matching.reordered:
+            spans = positional(slots, captured.state) if _is_usual(captured) else "a state_dict of its own form"
+            if spans:
+                found.append(f"the parameters are in another order, and {spans} depends on the order")
+        return super().check(captured) + [f"{self.name}: {difference}" for difference in found]
 
-    def _match(self, captured: Captured) -> tuple[list[list[tuple[int, int]]], list[str]]:
-        """Return the saved (group, position) for each live position, and what does not match."""
-        saved = {
-            slot["name"]: (index, position, slot)
-            for index, group in enumerate(captured.record["slots"])
-            for position, slot in enumerate(group)
-        }
-        found: list[str] = []
-        mapping: list[list[tuple[int, int]]] = []
-        for group in self._slots():
-            row = []
-            for names, parameter in group:
-                name = next((name for name in names if name in saved), None)
-                if name is None:
-                    found.append(f"{self.name}: no saved state for parameter {names[0]}, which the optimizer now holds")
-                    continue
-                index, position, slot = saved.pop(name)
-                row.append((index, position))
-                found += self._check_slot(name, slot, parameter)
-            mapping.append(row)
-        found += [f"{self.name}: saved with parameter {name}, which the optimizer no longer holds" for name in saved]
-        if not found:
-            found = self._check_groups(captured, mapping)
-        return mapping, found
-
-    def _check_slot(self, name: str, slot: Mapping[str, Any], parameter: torch.Tensor) -> list[str]:
-        found = []
-        if list(slot["shape"]) != list(parameter.size()):
-            found.append(f"{self.name}: {name} had shape {slot['shape']}, now {list(parameter.size())}")
-        if slot["dtype"] != str(parameter.dtype):
-            found.append(f"{self.name}: {name} had dtype {slot['dtype']}, now {parameter.dtype}")
-        return found
-
-    def _check_groups(self, captured: Captured, mapping: list[list[tuple[int, int]]]) -> list[str]:
-        sizes = [len(group) for group in captured.record["slots"]]
-        taken = [{index for index, _ in row} for row in mapping]
-        whole = all(
-            len(groups) <= 1 and (not row or sizes[row[0][0]] == len(row))
-            for groups, row in zip(taken, mapping, strict=True)
-        )
-        if len(mapping) == len(sizes) and whole:
-            return []
-        saved = [[slot["name"] for slot in group] for group in captured.record["slots"]]
-        live = [[names[0] for names, _ in group] for group in self._slots()]
-        return [f"{self.name}: the parameters were grouped as {saved}, now as {live}"]
-
-    def _check_positional_state(self, captured: Captured) -> list[str]:
-        """Refuse a new order where one tensor of state spans several parameters (LBFGS keeps flat vectors)."""
-        mapping, _ = self._match(captured)
-        if [row for row in mapping if row] == [
-            [(index, position) for position in range(len(group))]
-            for index, group in enumerate(captured.record["slots"])
-            if group
-        ]:
-            return []
-        names = [name for group in captured.record["slots"] for name in group]
-        indices = [number for group in captured.state["param_groups"] for number in group["params"]]
-        for number, slot in zip(indices, names, strict=True):
-            numel = 1
-            for size in slot["shape"]:
-                numel *= size
-            for key, tensor in named_tensors(captured.state["state"].get(number, {})):
-                if tensor.numel() > numel:
-                    where = f"{key} of {slot['name']} spans several of them"
-                    return [f"{self.name}: the parameters are in another order, and {where}"]
-        return []
-
-    def _mapped(self, captured: Captured) -> dict[str, Any]:
-        """Return the saved state in the live order, sharing nothing with `captured`."""
-        mapping, _ = self._match(captured)
-        saved_groups = captured.state["param_groups"]
-        live_groups = self.obj.state_dict()["param_groups"]
-        # An empty group has no name to be found by; it keeps its place.
-        sources = [row[0][0] if row else index for index, row in enumerate(mapping)]
-        numbers: dict[int, int] = {}
-        groups = []
-        for source, row, live in zip(sources, mapping, live_groups, strict=True):
-            group = {
-                key: copy.deepcopy(value) for key, value in saved_groups[source].items() if key not in _NOT_OPTIONS
-            }
-            group["params"] = list(live["params"])
-            if "param_names" in live:
-                group["param_names"] = list(live["param_names"])
-            groups.append(group)
-            for (saved_group, position), number in zip(row, live["params"], strict=True):
-                numbers[saved_groups[saved_group]["params"][position]] = number
-        state = {numbers.get(key, key): value for key, value in captured.state["state"].items()}
-        extra = {key: value for key, value in captured.state.items() if key not in ("state", "param_groups")}
-        return {**copy_tree({**extra, "state": state}), "param_groups": groups}
+    def _matched(self, captured: Captured) -> Matching:
+        """Return where the live parameters are in a state that has passed `check`."""
+        if self._matching is None or self._matching[0].record["slots"] is not captured.record["slots"]:
+            self._matching = (captured, match(captured.record["slots"], self._slots()))
+        return self._matching[1]
 
     def apply(self, captured: Captured) -> None:
         """Load through the optimizer's own method, then undo its casts: moments keep the dtype they were saved with."""
-        mapped = self._mapped(captured)
-        devices = [
-            {key: value.device for key, value in group.items() if isinstance(value, torch.Tensor)}
-            for group in self.obj.param_groups
-        ]
-        for group, where in zip(mapped["param_groups"], devices, strict=True):
-            for key, device in where.items():
-                if isinstance(group.get(key), torch.Tensor):
-                    group[key] = group[key].to(device)  # torch moves state to the device, tensor options it does not
+        mapped = copy_tree(captured.state)
+        if _is_usual(captured):
+            mapped["param_groups"] = self._mapped_groups(captured)
         self.obj.load_state_dict(mapped)
-        parameters = [parameter for group in self.obj.param_groups for parameter in group["params"]]
-        numbers = [number for group in mapped["param_groups"] for number in group["params"]]
-        for number, parameter in zip(numbers, parameters, strict=True):
-            if number in mapped["state"]:
-                live = self.obj.state[parameter]
-                for key, value in mapped["state"][number].items():
-                    if key != "step":  # its device follows `fused` and `capturable`, which torch has handled
-                        live[key] = _uncast(value, live.get(key), parameter.device)
+        if _is_usual(captured):
+            self._undo_casts(mapped)
+        matching = self._matched(captured)
+        first = captured.record["first"]
+        self._first = [copy_tree(first[source]) for source in matching.sources]
+        self._matching = None  # holds the whole state
         if captured.record["stepped"]:
             self.obj._opt_called = True
 
+    def _mapped_groups(self, captured: Captured) -> list[dict[str, Any]]:
+        """Return the saved groups in the live order; each parameter keeps the number that its state is saved under."""
+        matching = self._matched(captured)
+        groups = []
+        for source, row, live in zip(matching.sources, matching.rows, self.obj.param_groups, strict=True):
+            saved = captured.state["param_groups"][source]
+            group = {**copy_tree(_options(live)), **map_tensors(_options(saved), _like(live), copy.deepcopy)}
+            for key in _NOT_OPTIONS & saved.keys():
+                group[key] = [saved[key][position] for position in row]
+            if "param_names" in live:
+                group["param_names"] = list(live["param_names"])
+            groups.append(group)
+        return groups
+
+    def _undo_casts(self, mapped: Mapping[str, Any]) -> None:
+        for group, live in zip(mapped["param_groups"], self.obj.param_groups, strict=True):
+            for number, parameter in zip(group["params"], live["params"], strict=True):
+                entry, now = mapped["state"].get(number), self.obj.state.get(parameter)
+                if isinstance(entry, dict) and isinstance(now, dict):
+                    for key in entry.keys() & now.keys() - {
+                        "step"
+                    }:  # its device and dtype follow `fused`, as torch set them
+                        now[key] = _uncast(entry[key], now[key])
+
     def guarded(self, captured: Captured, guard: Guard) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield `optimizer.<parameter name>.<key>` for state, `optimizer.<group>.<option>` for tensor options."""
+        """Yield `optimizer.<parameter name>.<key>` for state, `optimizer.param_groups.<n>.<option>` for options."""
         if not guard.optimizer:
             return
-        state = dict(captured.state)
+        if not _is_usual(captured):
+            yield from guarded_tensors(captured.state, self.name)
+            return
         names: dict[Any, str] = {}
-        for group, slots in zip(state.get("param_groups", ()), captured.record["slots"], strict=False):
+        for group, slots in zip(captured.state["param_groups"], captured.record["slots"], strict=True):
             names.update((number, slot["name"]) for number, slot in zip(group["params"], slots, strict=True))
-        for number, entry in state.pop("state", {}).items():
-            yield from named_tensors(entry, join(self.name, names.get(number, number)))
-        yield from named_tensors(state, self.name)
-
-    def _options(self, captured: Captured) -> Iterator[tuple[str, str, Any, Any]]:
-        """Yield (option, name for people, live value, saved value) for every option of every group."""
-        mapping, _ = self._match(captured)
-        several = len(mapping) > 1
-        for index, (row, live) in enumerate(zip(mapping, self.obj.param_groups, strict=True)):
-            saved = captured.state["param_groups"][row[0][0] if row else index]
-            for key in (saved.keys() | live.keys()) - _NOT_OPTIONS:
-                name = f"{self.name}.{key} (group {index})" if several else f"{self.name}.{key}"
-                yield key, name, live.get(key), saved.get(key)
+        for number, entry in captured.state["state"].items():
+            yield from guarded_tensors(entry, join(self.name, names.get(number, number)))
+        yield from guarded_tensors({key: item for key, item in captured.state.items() if key != "state"}, self.name)
 
     def replaced(self, captured: Captured) -> list[str]:
-        """Return the options that differ and that no scheduler moves."""
+        """Return the options in which file and script disagree and that no scheduler moves."""
+        if not _is_usual(captured):
+            return []
+        groups = captured.state["param_groups"]
         moving = set(_DRIVEN) if self._scheduled else set()
-        if self._scheduled and any("max_momentum" in group for group in captured.state["param_groups"]):
+        if self._scheduled and any("max_momentum" in group for group in groups):
             moving |= _CYCLED
-        # `initial_lr` is what a scheduler's constructor noted down: absent from the file when it came later.
-        if not self._scheduled:
-            moving.add("initial_lr")
-        return sorted(
-            f"{name}: {_shown(live)} -> {_shown(saved)}"
-            for key, name, live, saved in self._options(captured)
-            if key not in moving and not _same(live, saved)
-        )
+        sources = self._matched(captured).sources
+        lines = []
+        for index, (source, live) in enumerate(zip(sources, self.obj.param_groups, strict=True)):
+            where = f" (group {index})" if len(sources) > 1 else ""
+            first = captured.record["first"][source]
+            for key, change in overruled(_options(live), _options(groups[source]), first, moving):
+                lines.append(f"{self.name}.{key}{where}: {change}")
+        return lines
 
     def keep(self, captured: Captured, hyperparameters: Collection[str]) -> Captured:
-        """Return `captured` with the live values of these options in every group."""
-        mapping, _ = self._match(captured)
-        groups = list(captured.state["param_groups"])
-        for index, (row, live) in enumerate(zip(mapping, self.obj.param_groups, strict=True)):
-            source = row[0][0] if row else index
-            for key in hyperparameters:
-                if key in _NOT_OPTIONS or key not in live:
-                    raise KeyError(key)
-                groups[source] = {**groups[source], key: copy.deepcopy(live[key])}
-        return Captured({**captured.state, "param_groups": groups}, captured.record)
+        """Return `captured` with the live values of these options, in every group that has them."""
+        if not hyperparameters:
+            return captured
+        live = [_options(group) for group in self.obj.param_groups]
+        for key in hyperparameters:
+            if not _is_usual(captured) or not any(key in options for options in live):
+                raise KeyError(key)
+        groups, first = list(captured.state["param_groups"]), list(captured.record["first"])
+        for source, options in zip(self._matched(captured).sources, live, strict=True):
+            kept = {key: options[key] for key in hyperparameters if key in options}
+            groups[source] = {**groups[source], **copy_tree(kept)}
+            first[source] = {**first[source], **copy_tree(kept)}
+        return Captured({**captured.state, "param_groups": groups}, {**captured.record, "first": first})
 
 
-def _without_grad(state: dict[str, Any]) -> dict[str, Any]:
-    """Return `state` with tensors detached: they would come back requiring gradients."""
-    return map_tensors(state, lambda tensor: tensor.detach())  # type: ignore[no-any-return]
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
 
 
-def _uncast(saved: Any, live: Any, device: torch.device) -> Any:
-    if isinstance(saved, torch.Tensor):
-        if isinstance(live, torch.Tensor) and live.dtype == saved.dtype:
+def _is_usual(captured: Captured) -> bool:
+    """Tell whether a `state_dict` has torch's form, which some optimizers replace by their own."""
+    state, slots = captured.state, captured.record["slots"]
+    if not isinstance(state, dict) or not isinstance(state.get("state"), dict):
+        return False
+    groups = state.get("param_groups")
+    return isinstance(groups, list) and [len(group["params"]) for group in groups] == [len(row) for row in slots]
+
+
+def _like(live: Mapping[str, Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what moves a tensor option to the device of the live ones; torch moves state, but not options."""
+    devices = {value.device for value in live.values() if isinstance(value, torch.Tensor)}
+    return lambda tensor: tensor.to(next(iter(devices), tensor.device), copy=True)
+
+
+def _uncast(saved: Any, live: Any) -> Any:
+    """Return `live`, or `saved` where loading changed its type: torch casts floating state to the parameter's dtype.
+
+    What an optimizer's own `load_state_dict` has made of the state otherwise is left as it is.
+    """
+    if isinstance(saved, torch.Tensor) and isinstance(live, torch.Tensor):
+        if saved.dtype == live.dtype or saved.size() != live.size() or saved.layout != live.layout:
             return live
-        return saved.to(live.device if isinstance(live, torch.Tensor) else device)
-    if isinstance(saved, dict) and isinstance(live, dict):
-        return {key: _uncast(value, live.get(key), device) for key, value in saved.items()}
-    if isinstance(saved, list) and isinstance(live, list) and len(saved) == len(live):
-        return [_uncast(value, other, device) for value, other in zip(saved, live, strict=True)]
-    return saved  # torch rebuilds any iterable, a string becomes a generator's text
+        exact = saved.to(live.device)
+        return exact if _same_bits(exact.to(live.dtype), live) else live
+    if isinstance(saved, str) and isinstance(live, str):
+        return saved if live.startswith("<generator object ") else live  # torch rebuilds any iterable from its parts
+    if isinstance(saved, dict) and isinstance(live, dict) and saved.keys() == live.keys():
+        result = saved.copy()  # an OrderedDict or Counter has become a plain dict
+        result.update((key, _uncast(value, live[key])) for key, value in saved.items())
+        return result
+    if isinstance(saved, list | tuple) and type(live) is type(saved) and len(live) == len(saved):
+        return type(saved)(map(_uncast, saved, live))
+    return live
 
 
-def _same(live: Any, saved: Any) -> bool:
-    if isinstance(live, torch.Tensor) or isinstance(saved, torch.Tensor):
-        return (
-            live is not None and saved is not None and bool(torch.as_tensor(live).cpu().equal(torch.as_tensor(saved)))
-        )
-    if isinstance(live, list | tuple) and isinstance(saved, list | tuple):
-        return list(live) == list(saved)
-    return bool(live == saved)
-
-
-def _shown(value: Any) -> str:
-    return repr(value.tolist() if isinstance(value, torch.Tensor) else value)
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.layout is not torch.strided:
+        return True  # no view of its bytes; and nothing but a cast changes a dtype and keeps the size
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -13,18 +14,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
-from safeckpt.state.component import (
-    Component,
-    CountersComponent,
-    LoaderComponent,
-    ScalerComponent,
-    StatefulComponent,
-    class_name,
-)
-from safeckpt.state.generators import GeneratorComponent
-from safeckpt.state.module import ModuleComponent
+from safeckpt.state.component import Component, class_name
+from safeckpt.state.generators import GeneratorComponent, RngStreams
+from safeckpt.state.module import ModuleComponent, unwrap
 from safeckpt.state.optimizer import OptimizerComponent
 from safeckpt.state.scheduler import SchedulerComponent
+from safeckpt.state.stateful import CountersComponent, LoaderComponent, ScalerComponent, StatefulComponent
 
 __all__ = ["RESERVED_NAMES", "register", "uncaptured"]
 
@@ -51,18 +46,22 @@ def register(components: Mapping[str, Any]) -> dict[str, Component]:
     if not components:
         raise ValueError("components is empty: there would be nothing to save. Give at least {'model': model}.")
     _check_names(components)
-    modules = {name: ModuleComponent(name, obj) for name, obj in components.items() if isinstance(obj, nn.Module)}
-    names: dict[int, list[str]] = {}
-    for module in modules.values():
-        for name, parameter in module.parameter_names().items():
-            names.setdefault(id(parameter), []).append(name)
-    driven = {id(optimizer) for obj in components.values() for optimizer in _driven_by(obj)}
     registered: dict[str, Component] = {}
-    for name, obj in components.items():
-        if isinstance(obj, Optimizer):
-            registered[name] = OptimizerComponent(name, obj, names, scheduled=id(obj) in driven)
-        else:
-            registered[name] = modules.get(name) or _component(name, obj)
+    driven = {id(inner) for obj in components.values() if not isinstance(obj, Optimizer) for inner in _inner(obj)}
+
+    def names() -> dict[int, list[str]]:
+        found: dict[int, list[str]] = {}
+        for component in registered.values():
+            for name, parameter in component.parameter_names().items():
+                found.setdefault(id(parameter), []).append(name)
+        return found
+
+    with RngStreams.untouched():  # a user's state_dict may draw
+        for name, obj in components.items():
+            if isinstance(obj, Optimizer):
+                registered[name] = OptimizerComponent(name, obj, names, scheduled=id(obj) in driven)
+            else:
+                registered[name] = _component(name, obj)
     return registered
 
 
@@ -76,16 +75,21 @@ def _check_names(components: Mapping[str, Any]) -> None:
                 f"{name!r} cannot name a component: names are not empty, have no dot in them (tensor names are "
                 f"'component.qualified.name') and are none of {', '.join(RESERVED_NAMES)}"
             )
-        if id(obj) in seen:
-            raise ValueError(f"{name!r} and {seen[id(obj)]!r} are the same object: give it one name")
-        seen[id(obj)] = name
+        one = id(unwrap(obj) if isinstance(obj, nn.Module) else obj)
+        if one in seen:
+            raise ValueError(f"{name!r} and {seen[one]!r} are the same object: give it one name")
+        seen[one] = name
 
 
 def _component(name: str, obj: Any) -> Component:
+    if isinstance(obj, nn.Module):
+        return ModuleComponent(name, obj)
     if isinstance(obj, LRScheduler):
         return SchedulerComponent(name, obj)
     if isinstance(obj, torch.amp.GradScaler):
         return ScalerComponent(name, obj)
+    if isinstance(obj, random.SystemRandom):
+        raise TypeError(f"{name!r} is a {class_name(obj)}: it draws from the system, which cannot be made to repeat")
     if isinstance(obj, GeneratorComponent.types):
         return GeneratorComponent(name, obj)
     if type(obj) is dict:
@@ -99,19 +103,24 @@ def _component(name: str, obj: Any) -> Component:
             f"{name!r} is a plain DataLoader, which has no position to save: a run resumed in the middle of an epoch "
             f"would see samples twice or never. Wrap it: {{'{name}': safeckpt.ResumableLoader({name})}}."
         )
-    if obj is random:
+    if obj is random or obj is np.random:
         raise TypeError(f"{name!r}: the module-wide streams are always captured and need no name")
     raise TypeError(f"{name!r} is a {class_name(obj)}, which has no state that can be captured; give {_ACCEPTED}")
 
 
-def _driven_by(obj: Any) -> Iterator[Optimizer]:
-    """Yield the optimizers that a scheduler moves; composed schedulers may hold several."""
-    if isinstance(obj, LRScheduler):
-        optimizer = getattr(obj, "optimizer", None)
-        if isinstance(optimizer, Optimizer):
-            yield optimizer
-        for inner in getattr(obj, "_schedulers", ()):
-            yield from _driven_by(inner)
+def _inner(obj: Any) -> Iterator[Optimizer | LRScheduler]:
+    """Yield the optimizers and schedulers that an object holds, in its attributes or in lists and dicts there."""
+    seen = {id(obj)}
+    stack = [obj]
+    while stack:
+        for value in getattr(stack.pop(), "__dict__", {}).values():
+            inside = value.values() if isinstance(value, dict) else value
+            for one in inside if isinstance(inside, list | tuple) or isinstance(value, dict) else (value,):
+                if isinstance(one, Optimizer | LRScheduler) and id(one) not in seen:
+                    seen.add(id(one))
+                    yield one
+                    if isinstance(one, LRScheduler):
+                        stack.append(one)
 
 
 def uncaptured(components: Mapping[str, Any]) -> list[str]:
@@ -120,17 +129,16 @@ def uncaptured(components: Mapping[str, Any]) -> list[str]:
     Every one of these is a resume that is silently another run: parameters that are trained by an optimizer
     nobody registered, a schedule that starts over, moments of parameters that are saved nowhere.
     """
+    registered = register(components)
     optimizers = {name: obj for name, obj in components.items() if isinstance(obj, Optimizer)}
-    modules = {name: ModuleComponent(name, obj) for name, obj in components.items() if isinstance(obj, nn.Module)}
-    held = {id(p) for optimizer in optimizers.values() for group in optimizer.param_groups for p in group["params"]}
-    owned = {id(p) for module in modules.values() for p in module.parameter_names().values()}
-    found = []
-    for name, module in modules.items():
-        if isinstance(module.obj, AveragedModel):
-            continue  # moved by update_parameters(), not by an optimizer
-        loose = [key for key, p in module.parameter_names().items() if p.requires_grad and id(p) not in held]
-        if loose:
-            found.append(f"{name}: no registered optimizer holds {_listed(loose)} (trainable: requires_grad is True)")
+    # Those inside another object, such as a wrapper for mixed precision, are in the hands of its state_dict.
+    known = [*optimizers.values(), *(one for obj in components.values() for one in _inner(obj))]
+    held = {id(p) for one in known if isinstance(one, Optimizer) for group in one.param_groups for p in group["params"]}
+    owned = {id(p) for component in registered.values() for p in component.parameter_names().values()}
+    found: list[str] = []
+    for component in registered.values():
+        if isinstance(component, ModuleComponent):
+            found += _uncaptured_of_module(component, held)
     for name, optimizer in optimizers.items():
         strangers = [
             f"group {index} position {position} {list(p.size())}"
@@ -140,23 +148,50 @@ def uncaptured(components: Mapping[str, Any]) -> list[str]:
         ]
         if strangers:
             found.append(f"{name}: it trains parameters of no registered module: {_listed(strangers)}")
-    found += _unregistered_schedulers(components, optimizers)
-    return found
+    return [*found, *_uncaptured_inner(components), *_unregistered_schedulers(components, optimizers)]
 
 
-def _unregistered_schedulers(components: Mapping[str, Any], optimizers: Mapping[str, Optimizer]) -> list[str]:
-    driven = {id(optimizer) for obj in components.values() for optimizer in _driven_by(obj)}
-    found = [
-        f"{name}: a scheduler drives it and no registered scheduler does; its schedule would start over"
-        for name, optimizer in optimizers.items()
-        # torch wraps `step` when a scheduler attaches itself
-        if hasattr(optimizer.step, "_wrapped_by_lr_sched") and id(optimizer) not in driven
-    ]
-    registered = {id(optimizer) for optimizer in optimizers.values()}
+def _uncaptured_of_module(module: ModuleComponent, held: set[int]) -> Iterator[str]:
+    trainable = {name: id(p) for name, p in module.parameter_names().items() if p.requires_grad}
+    with RngStreams.untouched():
+        saved = {f"{module.name}.{key}" for key in module.capture().state}
+    left_out = [name for name in trainable if name not in saved]
+    if left_out:
+        yield f"{module.name}: its state_dict leaves out {_listed(left_out)} (trainable: requires_grad is True)"
+    loose = [name for name, one in trainable.items() if one not in held]
+    if loose and not isinstance(module.obj, AveragedModel):  # that is moved by update_parameters()
+        yield f"{module.name}: no registered optimizer holds {_listed(loose)} (trainable: requires_grad is True)"
+
+
+def _uncaptured_inner(components: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the optimizers inside registered ones whose state nobody saves, as in wrappers around a base optimizer."""
+    registered = {id(obj) for obj in components.values()}
     for name, obj in components.items():
-        if any(id(optimizer) not in registered for optimizer in _driven_by(obj)):
-            found.append(f"{name}: the optimizer it drives is not registered; its moments and lr would be lost")
-    return found
+        if isinstance(obj, Optimizer) and type(obj).state_dict is Optimizer.state_dict:
+            for inner in _inner(obj):
+                if isinstance(inner, Optimizer) and id(inner) not in registered and inner.state is not obj.state:
+                    yield (
+                        f"{name}: it holds a {class_name(inner)} whose state is not in its state_dict; register that "
+                        "optimizer under a name of its own as well"
+                    )
+
+
+def _unregistered_schedulers(components: Mapping[str, Any], optimizers: Mapping[str, Optimizer]) -> Iterator[str]:
+    inside = {name: list(_inner(obj)) for name, obj in components.items()}
+    driven = {id(one) for name, found in inside.items() if name not in optimizers for one in found}
+    for name, optimizer in optimizers.items():
+        # torch wraps `step` when a scheduler attaches itself
+        if hasattr(optimizer.step, "_wrapped_by_lr_sched") and id(optimizer) not in driven:
+            yield f"{name}: a scheduler drives it and no registered scheduler does; its schedule would start over"
+    known = {id(optimizer) for optimizer in optimizers.values()}
+    known |= {
+        id(one) for name, found in inside.items() if not isinstance(components[name], LRScheduler) for one in found
+    }
+    for name, obj in components.items():
+        if isinstance(obj, LRScheduler) and any(
+            isinstance(one, Optimizer) and id(one) not in known for one in inside[name]
+        ):
+            yield f"{name}: the optimizer it drives is not registered; its moments and lr would be lost"
 
 
 def _listed(names: list[str], shown: int = 5) -> str:

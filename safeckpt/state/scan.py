@@ -7,17 +7,19 @@ writes a mask and is about twenty times slower. Only a tensor that fails it is l
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from safeckpt.errors import UnsavableStateError
 
-__all__ = ["NonFiniteTensor", "nonfinite", "scan"]
+__all__ = ["NonFiniteTensor", "masks", "nonfinite", "scan"]
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)  # exactly these: a subclass may mean something else by its memory
+_PLAIN = (torch.Tensor, nn.Parameter)  # exactly these: a subclass may mean something else by its memory
 _NATIVE = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})  # what aminmax knows
 # No NaN and no Inf in the format: nothing to look for. Named by string, since an older torch may lack one.
 _ALWAYS_FINITE = frozenset({"torch.float4_e2m1fn_x2"})
@@ -70,31 +72,41 @@ def nonfinite(named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[NonFinite
     entries: list[tuple[str, torch.Tensor]] = []
     groups: dict[tuple[torch.device, torch.dtype], tuple[list[int], list[torch.Tensor]]] = {}
     with torch.no_grad():
-        for entry in named:
-            values = _values(*entry)
-            if values is not None:
-                numbers, members = groups.setdefault((values.device, values.dtype), ([], []))
-                numbers.append(len(entries))
-                members.append(values)
-                entries.append(entry)
+        for given in named:
+            for entry in _entries(*given) if type(given[1]) not in _PLAIN else (given,):
+                values = _values(*entry)
+                if values is not None:
+                    numbers, members = groups.setdefault((values.device, values.dtype), ([], []))
+                    numbers.append(len(entries))
+                    members.append(values)
+                    entries.append(entry)
         suspects = [numbers[index] for numbers, members in groups.values() for index in _suspects(members)]
         found = [(_report(*entries[number]), entries[number][1]) for number in sorted(suspects)]
     return [(report, tensor) for report, tensor in found if report is not None]
 
 
+def _entries(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what a tensor subclass consists of; each rank guards its own shard of a DTensor."""
+    if hasattr(tensor, "to_local"):
+        yield from _entries(name, tensor.to_local())
+    elif is_traceable_wrapper_subclass(tensor) and not tensor.is_nested:
+        for attribute in tensor.__tensor_flatten__()[0]:
+            yield from _entries(f"{name}.{attribute}", getattr(tensor, attribute))
+    else:
+        yield name, tensor if tensor.is_nested or nn.parameter.is_lazy(tensor) else tensor.as_subclass(torch.Tensor)
+
+
 def _values(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the real floating values behind `tensor`, without a copy; None when it cannot hold NaN or Inf."""
-    if type(tensor) in _PLAIN and tensor.dtype in _NATIVE and tensor.layout is torch.strided and not tensor.is_meta:
-        return None if tensor.is_nested or not tensor.numel() else tensor  # nearly always; the rest is below
-    if tensor.is_meta or torch.nn.parameter.is_lazy(tensor):
+    if tensor.is_meta or nn.parameter.is_lazy(tensor):
         return None  # no data; encoding refuses it by name
+    if tensor.dtype in _NATIVE and tensor.layout is torch.strided and not tensor.is_nested:
+        return tensor if tensor.numel() else None  # nearly always; the rest is below
     t = tensor.detach()
     if t.is_quantized:
         return _quantized_scales(t)
     if not (t.is_floating_point() or t.is_complex()) or str(t.dtype) in _ALWAYS_FINITE:
         return None
-    if hasattr(t, "to_local"):
-        t = t.to_local()  # DTensor: each rank guards its own shard
     if t.is_nested or t.layout in _COMPRESSED:
         t = t.values()
     elif t.layout is torch.sparse_coo:
@@ -206,10 +218,7 @@ class _Count:
 
 def _report(name: str, tensor: torch.Tensor) -> NonFiniteTensor | None:
     """Count exactly; None when the elements themselves are finite (only memory between them was not)."""
-    t = tensor.detach()
-    if hasattr(t, "to_local"):
-        t = t.to_local()
-    count = _count(t)
+    count = _count(tensor.detach())
     return None if count is None else NonFiniteTensor(name, count.nan, count.inf, count.numel, count.first)
 
 
@@ -224,7 +233,7 @@ def _count(t: torch.Tensor) -> _Count | None:
         t = t.to_dense()
     if _span(t) < t.numel():
         return _count_overlapping(t)
-    nan, inf = _masks(t)
+    nan, inf = masks(t)
     bad = nan | inf
     if not bool(bad.any()):
         return None
@@ -232,7 +241,7 @@ def _count(t: torch.Tensor) -> _Count | None:
     return _Count(int(nan.sum()), int(inf.sum()), t.numel(), _unravelled(position, t.size()))
 
 
-def _masks(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def masks(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return which elements are NaN and which are Inf and not NaN; a complex number can have one part of each."""
     if t.is_complex():
         t = t.resolve_conj().to(torch.promote_types(t.dtype, torch.complex64))
@@ -263,7 +272,7 @@ def _count_nested(t: torch.Tensor) -> _Count | None:
 def _count_sparse(t: torch.Tensor) -> _Count | None:
     coo = t.layout is torch.sparse_coo
     values = t._values() if coo else t.values()
-    nan, inf = _masks(values)
+    nan, inf = masks(values)
     where = (nan | inf).nonzero()  # one row for each element; the first columns say which of the stored ones it is
     if not len(where):
         return None
@@ -291,7 +300,7 @@ def _compressed_index(t: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
 
 def _count_overlapping(t: torch.Tensor) -> _Count | None:
     """Count a tensor whose elements share memory, in the time and space of that memory: it may claim 10**12 of them."""
-    nan, inf = _masks(t.as_strided((_span(t),), (1,)))
+    nan, inf = masks(t.as_strided((_span(t),), (1,)))
     uses = _uses(t)
     count = _Count(int(uses[nan].sum()), int(uses[inf].sum()), t.numel(), ())
     if not count.nan + count.inf:
@@ -322,7 +331,7 @@ def _uses(t: torch.Tensor) -> torch.Tensor:
             uses = uses * size
         elif size > 1:
             rows = math.ceil((len(uses) + (size - 1) * stride) / stride)
-            padded = torch.nn.functional.pad(uses, (0, rows * stride - len(uses))).view(rows, stride).cumsum(0)
+            padded = nn.functional.pad(uses, (0, rows * stride - len(uses))).view(rows, stride).cumsum(0)
             padded[size:] -= padded[:-size].clone()
             uses = padded.view(-1)[: len(uses) + (size - 1) * stride]
     return uses

@@ -10,12 +10,17 @@ import torch
 
 from safeckpt.state.component import Captured, Component, Order
 from safeckpt.state.guard import Guard
-from safeckpt.state.tree import copy_tree
+from safeckpt.state.options import overruled, plain
+from safeckpt.state.tree import copy_tree, detached, join
 
 __all__ = ["SchedulerComponent"]
 
 # Arguments that say where the schedule stands or whom it drives, not how it runs.
-_NOT_OPTIONS = frozenset({"self", "optimizer", "last_epoch", "schedulers", "verbose"})
+_NOT_OPTIONS = frozenset({"optimizer", "optimizers", "last_epoch", "schedulers", "verbose"})
+# What constructors of torch compute from arguments that they do not keep.
+_COMPUTED = frozenset({"base_lrs", "total_size", "step_ratio", "_schedule_phases"})
+_COMPUTED_FROM = {"total_steps": ("_schedule_phases",)}
+_INNER = "_schedulers"  # attribute and state key of composed schedulers
 
 
 class SchedulerComponent(Component):
@@ -24,10 +29,15 @@ class SchedulerComponent(Component):
     kind = "scheduler"
     order = Order.SCHEDULER
 
+    def __init__(self, name: str, obj: Any) -> None:
+        super().__init__(name, obj)
+        self._first = plain(_options(obj, obj.state_dict()))
+
     def capture(self) -> Captured:
         """Return the scheduler's `state_dict`."""
         groups = getattr(getattr(self.obj, "optimizer", None), "param_groups", ())
-        return Captured(self.obj.state_dict(), {"class": _class(self.obj), "groups": len(groups)})
+        record = {"class": _class(self.obj), "groups": len(groups), "first": self._first}
+        return Captured(detached(self.obj.state_dict()), record)
 
     def check(self, captured: Captured) -> list[str]:
         """Compare the classes, of composed schedulers too, and the number of parameter groups."""
@@ -44,44 +54,56 @@ class SchedulerComponent(Component):
     def apply(self, captured: Captured) -> None:
         """Load the state; no step is made."""
         self.obj.load_state_dict(copy_tree(captured.state))
+        self._first = copy_tree(captured.record["first"])
 
     def guarded(self, captured: Captured, guard: Guard) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield nothing: ReduceLROnPlateau's best starts at infinity."""
         yield from ()
 
     def replaced(self, captured: Captured) -> list[str]:
-        """Return the constructor arguments that differ, of composed schedulers too."""
-        live = self.capture().state
-        return [f"{self.name}.{line}" for line in _differences(_options(self.obj), live, captured.state)]
+        """Return the constructor arguments in which file and script disagree, of composed schedulers too."""
+        live, saved = (plain(_options(self.obj, state)) for state in (self.obj.state_dict(), captured.state))
+        return [f"{self.name}.{key}: {change}" for key, change in overruled(live, saved, captured.record["first"])]
 
     def keep(self, captured: Captured, hyperparameters: Collection[str]) -> Captured:
-        """Return `captured` with the live values of these constructor arguments."""
-        live, options = self.obj.state_dict(), _options(self.obj)
-        kept = dict(captured.state)
-        for key in hyperparameters:
-            if key not in options or key not in live:
-                raise KeyError(key)
-            kept[key] = copy_tree(live[key])
-        return Captured(kept, captured.record)
+        """Return `captured` with the live values of these constructor arguments and what follows from them."""
+        live = self.obj.state_dict()
+        options = _options(self.obj, live)
+        state, first = copy_tree(captured.state), dict(captured.record["first"])
+        for name in hyperparameters:
+            if name not in options:
+                raise KeyError(name)
+            first[name] = copy_tree(options[name])
+            *path, key = name.split(".")
+            source, target = live, state
+            for part in path:
+                index: Any = int(part) if part.isdigit() else part
+                source, target = source[index], target[index]
+            for entry in (key, *_COMPUTED_FROM.get(key, ())):
+                if entry in source:
+                    target[entry] = copy_tree(source[entry])
+        return Captured(state, {**captured.record, "first": first})
 
 
 def _class(scheduler: Any) -> str:
-    inner = getattr(scheduler, "_schedulers", ())
+    inner = getattr(scheduler, _INNER, ())
     name = type(scheduler).__qualname__
-    return f"{name}({', '.join(_class(one) for one in inner)})" if inner else name
+    return f"{name}({', '.join(map(_class, inner))})" if inner else name
 
 
-def _options(scheduler: Any) -> frozenset[str]:
-    return frozenset(inspect.signature(type(scheduler)).parameters) - _NOT_OPTIONS
-
-
-def _differences(options: Collection[str], live: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterator[str]:
-    for key in sorted(options):
-        if key in live and key in saved and not _same(live[key], saved[key]):
-            yield f"{key}: {live[key]!r} -> {saved[key]!r}"
-
-
-def _same(live: Any, saved: Any) -> bool:
-    if isinstance(live, torch.Tensor) or isinstance(saved, torch.Tensor):
-        return bool(torch.equal(torch.as_tensor(live).cpu(), torch.as_tensor(saved).cpu()))
-    return bool(live == saved)
+def _options(scheduler: Any, state: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Return what a scheduler was constructed with, as far as its state shows it, by dotted name."""
+    if not isinstance(state, Mapping):
+        return {}
+    arguments = inspect.signature(type(scheduler)).parameters.keys() - _NOT_OPTIONS
+    # An argument is kept under its own name, with an underscore before it, or as a list over the groups.
+    found = {
+        join(path, key): value
+        for key, value in state.items()
+        if key in _COMPUTED or key.strip("_") in arguments or key.strip("_").removesuffix("s") in arguments
+    }
+    for index, inner in enumerate(getattr(scheduler, _INNER, ())):
+        states = state.get(_INNER, ())
+        if index < len(states):
+            found |= _options(inner, states[index], join(path, f"{_INNER}.{index}"))
+    return found

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -82,7 +82,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
     return tensor.numel() > 0
 
 
-def _parameters(components: Mapping[str, Component]) -> dict[str, torch.nn.Parameter]:
+def _parameters(components: Mapping[str, Component]) -> dict[str, torch.Tensor]:
     return {name: p for component in components.values() for name, p in component.parameter_names().items()}
 
 
@@ -109,16 +109,17 @@ class Plan:
         note that names what was changed already.
         """
         done: list[str] = []
-        try:
-            for component, captured in sorted(self.parts, key=lambda part: part[0].order):
-                done.append(component.name)
-                component.apply(captured)
-        except BaseException as error:
-            error.add_note(
-                f"safeckpt: the restore stopped half-way, {', '.join(done)} may be changed. "
-                "Do not train on with these objects: build them again and call restore()."
-            )
-            raise
+        with RngStreams.untouched():  # a user's load_state_dict may draw, and the streams may not be restored
+            try:
+                for component, captured in sorted(self.parts, key=lambda part: part[0].order):
+                    done.append(component.name)
+                    component.apply(captured)
+            except BaseException as error:
+                error.add_note(
+                    f"safeckpt: the restore stopped half-way, {', '.join(done)} may be changed. "
+                    "Do not train on with these objects: build them again and call restore()."
+                )
+                raise
         self._set_gradients()
         if self.rng is not None:
             RngStreams.apply(self.rng)
@@ -175,12 +176,11 @@ def plan(
             parts.append((component, captured))
         if rng is not None:
             found += RngStreams.check(rng)
-        if not found:
-            found = _check_ties(own["ties"], parts)
-    if found:
-        raise StateMismatchError(mismatches=found, path=path)
-    parts = _keep_live(parts, keep_live)
-    replaced = [line for component, captured in parts for line in component.replaced(captured)]
+        found += _check_ties(own["ties"], parts)
+        if found:
+            raise StateMismatchError(mismatches=found, path=path)
+        parts = _keep_live(parts, keep_live)
+        replaced = [line for component, captured in parts for line in component.replaced(captured)]
     changed = differences(own["environment"]) if rng is not None else []
     return Plan(parts, rng, own["gradients"], replaced, changed)
 
@@ -193,6 +193,8 @@ def _wanted(
 ) -> list[str]:
     if isinstance(only, str):
         raise TypeError(f"only takes a sequence of component names, for example ({only!r},)")
+    if only is not None and not only:
+        raise ValueError("only is empty, so nothing would be restored; name the components, or leave it out for all")
     wanted = list(components) if only is None else [name for name in dict.fromkeys(only) if name != _RNG]
     missing = [name for name in wanted if name not in saved or name not in components]
     unexpected = [name for name in saved if name not in components] if only is None else []
@@ -202,18 +204,23 @@ def _wanted(
 
 
 def _check_ties(saved: list[list[str]], parts: list[tuple[Component, Captured]]) -> list[str]:
-    restored = [component for component, _ in parts if isinstance(component, ModuleComponent)]
-    prefixes = tuple(f"{component.name}." for component in restored)
-    live = _ties({component.name: component.capture() for component in restored})
+    """Compare which tensors are one, among those that are on both sides."""
+    modules = {component.name: captured for component, captured in parts if isinstance(component, ModuleComponent)}
+    now = {component.name: component.capture() for component, _ in parts if component.name in modules}
+    both = {join(name, key) for name, one in now.items() for key in one.state.keys() & modules[name].state.keys()}
 
     def visible(groups: list[list[str]]) -> set[frozenset[str]]:
-        cut = (frozenset(name for name in names if name.startswith(prefixes)) for names in groups)
-        return {names for names in cut if len(names) > 1}
+        cut = (both.intersection(names) for names in groups)
+        return {frozenset(names) for names in cut if len(names) > 1}
 
-    untied, tied = visible(saved) - visible(live), visible(live) - visible(saved)
-    return [
-        f"{' and '.join(sorted(names))}: one tensor in the checkpoint, separate tensors now" for names in untied
-    ] + [f"{' and '.join(sorted(names))}: separate tensors in the checkpoint, one tensor now" for names in tied]
+    before, live = visible(saved), visible(_ties(now))
+    untied = [f"{_and(names)}: one tensor in the checkpoint, separate tensors now" for names in before - live]
+    tied = [f"{_and(names)}: separate tensors in the checkpoint, one tensor now" for names in live - before]
+    return sorted(untied) + sorted(tied)
+
+
+def _and(names: Iterable[str]) -> str:
+    return " and ".join(sorted(names))
 
 
 def _keep_live(parts: list[tuple[Component, Captured]], keep_live: Collection[str]) -> list[tuple[Component, Captured]]:

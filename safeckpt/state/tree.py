@@ -14,6 +14,7 @@ __all__ = [
     "Cluster",
     "clusters_of",
     "copy_tree",
+    "detached",
     "join",
     "map_tensors",
     "named_leaves",
@@ -75,7 +76,7 @@ def map_tensors(
 ) -> Any:
     """Return a copy of `tree` with `function` applied to every tensor and `leaf` to everything else.
 
-    Dicts, lists and tuples are copied; they keep their type, their attributes and their sharing.
+    Dicts, lists, tuples and sets are copied; they keep their type, their attributes and their sharing.
     """
     memo = {} if memo is None else memo
     if id(tree) in memo:
@@ -94,8 +95,8 @@ def map_tensors(
         result = []
         memo[id(tree)] = (result, tree)
         result.extend(map_tensors(value, function, leaf, memo) for value in tree)
-    elif type(tree) is tuple:
-        result = tuple(map_tensors(value, function, leaf, memo) for value in tree)
+    elif type(tree) in (tuple, set, frozenset):
+        result = type(tree)([map_tensors(value, function, leaf, memo) for value in tree])
     else:
         result = leaf(tree)
     memo[id(tree)] = (result, tree)  # the original is held so that its id stays its own
@@ -160,7 +161,8 @@ def clusters_of(tensors: Iterable[torch.Tensor]) -> list[Cluster]:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Tell whether the tensor is its storage seen through size, stride and offset, and nothing more."""
-    usual = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
+    usual = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not (tensor.is_nested or tensor.is_quantized)
+    usual = usual and tensor.layout is torch.strided and not tensor.is_meta
     return usual and not (tensor.is_conj() or tensor.is_neg()) and tensor.numel() > 0
 
 
@@ -169,6 +171,13 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     start = int(tensor.storage_offset())
     reach = sum((int(size) - 1) * int(stride) for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
     return start, start + 1 + reach
+
+
+def detached(tree: Any) -> Any:
+    """Return the tree with every tensor detached: one with a history comes back from a file requiring gradients."""
+    if not any(tensor.requires_grad for _, tensor in named_tensors(tree)):
+        return tree
+    return map_tensors(tree, lambda tensor: tensor.detach() if tensor.requires_grad else tensor)
 
 
 def copy_tree(tree: Any) -> Any:
