@@ -11,7 +11,6 @@ import copy
 import json
 import multiprocessing
 import os
-import shutil
 import signal
 import tempfile
 import time
@@ -97,20 +96,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="safeckpt demo", description="The main job on a small run, with real kills.")
     parser.add_argument("--keep", metavar="DIR", help="work in DIR, which must not exist, and leave the files there")
     arguments = parser.parse_args(argv)
-    directory = Path(arguments.keep or tempfile.mkdtemp(prefix="safeckpt-demo-"))
-    directory.mkdir(parents=True, exist_ok=arguments.keep is None)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the same number everywhere: sums are added in the same order
     try:
-        losses = straight()
-        results = [_kills(directory, losses), _silent_failures(losses), _poison(directory), _flipped_bit(directory)]
+        if arguments.keep is not None:
+            directory = Path(arguments.keep)
+            directory.mkdir(parents=True)
+            results = _parts(directory)
+        else:
+            with tempfile.TemporaryDirectory(prefix="safeckpt-demo-") as temporary:
+                results = _parts(Path(temporary))
     finally:
         torch.set_num_threads(threads)
-        if arguments.keep is None:
-            shutil.rmtree(directory)
     print()
     print("all as promised" if all(results) else "NOT as promised: see above")
     return 0 if all(results) else 1
+
+
+def _parts(directory: Path) -> list[bool]:
+    losses = straight()
+    return [_kills(directory, losses), _silent_failures(losses), _poison(directory), _flipped_bit(directory)]
 
 
 def _title(text: str) -> None:

@@ -20,6 +20,8 @@
     |- RollbackError
     |  `- RollbackLoopError                                 .step .attempts
     |- DirectoryLockedError         (+ TimeoutError)         .pid .host
+    |- ReplayMismatchError          (+ ArithmeticError)      .step .recorded .recomputed .changed
+    |- ProofError                   (+ RuntimeError)         .run .exit_code
     `- DurabilityUnknownError       (+ OSError)              .step; committed, but maybe not yet on the disk
     SafeckptWarning(UserWarning)
     |- SkippedCheckpointWarning         a file that is not good was passed over
@@ -57,6 +59,8 @@ __all__ = [
     "LoadError",
     "NoGoodCheckpointError",
     "NonFiniteError",
+    "ProofError",
+    "ReplayMismatchError",
     "ReplayMismatchWarning",
     "RestoreError",
     "RollbackError",
@@ -429,6 +433,58 @@ class DirectoryLockedError(SafeckptError, TimeoutError):
         self.errno = errno.ETIMEDOUT
         self.pid = pid
         self.host = host
+
+
+class ReplayMismatchError(SafeckptError, ArithmeticError):
+    """A loss computed again after a restart differs from the one on record: this is another run.
+
+    Attributes:
+        step: Its step.
+        recorded: The loss on record, exactly, in Python's hexadecimal notation.
+        recomputed: The loss now.
+        changed: Fields of the environment that differ from the run that saved, `field: saved -> now`.
+    """
+
+    def __init__(
+        self,
+        *,
+        step: int,
+        recorded: str,
+        recomputed: str,
+        happened: str,
+        changed: Sequence[str] = (),
+        path: object = None,
+    ) -> None:
+        super().__init__(
+            happened,
+            "every checkpoint and the recorded losses are untouched.",
+            "find what differs with safeckpt.prove_resume(build, train_step), or go on with "
+            "CheckpointManager(..., on_replay_mismatch='warn').",
+            path=path,
+        )  # fmt: skip
+        self.step = step
+        self.recorded = recorded
+        self.recomputed = recomputed
+        self.changed = tuple(changed)
+
+
+class ProofError(SafeckptError, RuntimeError):
+    """A process of a proof ended before its run was done: nothing is proven, and nothing is disproven.
+
+    Attributes:
+        run: Which run it was.
+        exit_code: Exit code of the process; a negative one is the number of the signal that ended it.
+    """
+
+    def __init__(self, *, run: str, exit_code: int, output: str = "") -> None:
+        tail = f"; the end of its output:\n{output.strip()}" if output.strip() else " without output"
+        super().__init__(
+            f"The process of the {run} ended with exit code {exit_code} before the run was done{tail}",
+            "no checkpoint directory of yours was used.",
+            "call build() and train_step() in a plain script, or prove_resume(..., in_process=True), to see why.",
+        )
+        self.run = run
+        self.exit_code = exit_code
 
 
 class SafeckptWarning(UserWarning):

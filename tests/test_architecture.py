@@ -19,6 +19,7 @@ RANKS = {
     "state": 1,
     "arguments": 2,
     "signals": 2,
+    "background": 2,
     "catalog": 2,
     "loader": 2,
     "functional": 3,
@@ -73,9 +74,9 @@ def test_module_imports_only_downward(path):
     for _, other in imports_of(path):
         if other is None:
             continue
-        other = "loader" if other.startswith("_loader") else other
-        if other != part:
-            assert RANKS[other] < RANKS[part], f"{path.name} ({part}) imports {other}"
+        other_part = "loader" if other.startswith("_loader") else other
+        if other_part != part:
+            assert RANKS[other_part] < RANKS[part], f"{path.name} ({part}) imports {other}"
 
 
 @pytest.mark.parametrize("path", sorted((PACKAGE / "store").rglob("*.py")), ids=lambda path: path.name)
@@ -132,8 +133,8 @@ def test_public_names_are_pinned():
     assert safeckpt.__all__ == sorted(safeckpt.__all__)
     assert all(hasattr(safeckpt, name) for name in safeckpt.__all__)
     contract = {
-        "Best", "Checkpoint", "CheckpointManager", "FileReport", "Guard", "NonFiniteTensor", "ResumableLoader", "check_gradients",
-        "find_nonfinite", "latest", "load", "save", "verify",
+        "Best", "Checkpoint", "CheckpointManager", "FileReport", "Guard", "NonFiniteTensor", "ResumableLoader",
+        "check_gradients",        "find_nonfinite", "latest", "load", "save", "verify",
         "SafeckptError", "SaveError", "NonFiniteError", "UnsavableStateError", "StepExistsError", "DirectoryInUseError",
         "LoadError", "CheckpointNotFoundError", "DamagedCheckpointError", "FormatVersionError", "UntrustedTypeError",
         "NoGoodCheckpointError", "RestoreError", "ComponentMismatchError", "StateMismatchError", "RollbackError",

@@ -1,0 +1,120 @@
+"""Child processes that share nothing with this one but files: each is forked from a server that has imported torch.
+
+Importing torch takes seconds and a fork takes milliseconds. The server has built no object, drawn no random number
+and touched no device, so that a child is as good as a fresh process. Functions are found by name in the child.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import warnings
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+import safeckpt  # noqa: F401  the server imports this module so that its children need not
+from tests.faults import Ended
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import TracebackType
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload([__name__, "pytest"])
+
+
+@contextlib.contextmanager
+def _importable() -> Iterator[None]:
+    """Let the server find this module from any working directory."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *([before] if before else [])])
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+
+
+def _main(connection: Connection, function: Callable[..., Any], arguments: Any, options: Any, *, talks: bool) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    outcome: tuple[Any, BaseException | None]
+    try:
+        outcome = (function(*([connection] if talks else []), *arguments, **options), None)
+    except BaseException as error:
+        outcome = (None, error)
+    connection.send(outcome)
+
+
+class Child:
+    """A process that runs `function(connection, *arguments)`; the other end of its connection is here."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any, talks: bool = True, **options: Any) -> None:
+        self.connection, other = _context.Pipe()
+        self._process = _context.Process(
+            target=_main, args=(other, function, arguments, options), kwargs={"talks": talks}
+        )
+        with _importable():
+            forkserver.ensure_running()
+        self._process.start()
+        other.close()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def receive(self) -> Any:
+        """Return what the child sent; EOFError when it is dead."""
+        try:
+            return self.connection.recv()
+        except ConnectionResetError:
+            raise EOFError from None
+
+    def ask(self, question: Any) -> Any:
+        self.connection.send(question)
+        return self.receive()
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kill it with SIGKILL and wait until it is gone."""
+        self._process.kill()
+        self._process.join()
+
+    def ended(self) -> Ended:
+        """Wait for the end; what it sent before is passed over."""
+        outcome: Any = (None, None)
+        with contextlib.suppress(EOFError):
+            while True:
+                outcome = self.receive()
+        self._process.join()
+        code = self._process.exitcode
+        assert code is not None
+        if code < 0:
+            return Ended(signal.Signals(-code))
+        value, error = outcome
+        return Ended(None, value, error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.kill()
+        self.connection.close()
+        self._process.close()
+
+
+def run(function: Callable[..., Any], *arguments: Any, **options: Any) -> Ended:
+    """Run a function in a child, wait for its end, and return how it ended."""
+    with Child(function, *arguments, talks=False, **options) as child:
+        return child.ended()
