@@ -14,6 +14,8 @@ from safeckpt.errors import (
     LoadError,
     NoGoodCheckpointError,
     NonFiniteError,
+    ProofError,
+    ReplayMismatchError,
     ReplayMismatchWarning,
     RestoreError,
     RollbackError,
@@ -32,6 +34,8 @@ from safeckpt.file import FileReport
 from safeckpt.functional import load, save, verify
 from safeckpt.loader import ResumableLoader
 from safeckpt.manager import CheckpointManager
+from safeckpt.proof import ResumeReport, prove_resume
+from safeckpt.replay import ReplayReport
 from safeckpt.state import Guard, NonFiniteTensor, check_gradients, find_nonfinite
 from safeckpt.store import Best
 
@@ -54,9 +58,13 @@ __all__ = [
     "NoGoodCheckpointError",
     "NonFiniteError",
     "NonFiniteTensor",
+    "ProofError",
+    "ReplayMismatchError",
     "ReplayMismatchWarning",
+    "ReplayReport",
     "RestoreError",
     "ResumableLoader",
+    "ResumeReport",
     "RollbackError",
     "RollbackLoopError",
     "SafeckptError",
@@ -72,6 +80,7 @@ __all__ = [
     "find_nonfinite",
     "latest",
     "load",
+    "prove_resume",
     "save",
     "verify",
 ]

@@ -89,7 +89,7 @@ def compare(saved: dict[str, Any], live: dict[str, Any], allowed: Collection[str
     implied = {consequence for key in changed for consequence in _IMPLIES.get(key, ())}
     return [
         f"{_WORDS[key]}: {saved.get(key)!r} in the saved state, {live[key]!r} now"
-        + (f" (convert=({key!r},) goes on at the same sample)" if key in CONVERTIBLE else "")
+        + (f" (convert=({key!r},) goes on at the same sample)" if key in CONVERTIBLE and live[key] else "")
         for key in changed
         if key not in implied and key not in allowed
     ]

@@ -366,8 +366,8 @@ def make_source(loader: Any) -> Source:
         )
     if isinstance(loader.dataset, IterDataPipe | MapDataPipe):
         raise TypeError(
-            f"{class_name(loader.dataset)} is a DataPipe: it keeps shuffle state that no loader can reach. Use a plain "
-            "Dataset or IterableDataset, or a loader with state_dict."
+            "the dataset is a DataPipe, which keeps shuffle state that no loader can reach: use a plain Dataset or "
+            "IterableDataset, or a loader with state_dict"
         )
     if not getattr(loader, "in_order", True):
         raise ValueError("in_order=False gives batches in the order of arrival, which no resume can repeat")

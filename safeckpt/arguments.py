@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["as_floats", "checked_metrics", "checked_step"]
+__all__ = ["as_floats", "as_numbers", "checked_metrics", "checked_names", "checked_step"]
 
 
 def checked_step(step: Any) -> int:
@@ -31,10 +31,40 @@ def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
         return {}
     if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
         raise TypeError(f"metrics must be a mapping from name to number; got {metrics!r}")
+    return {name: _as_metric(name, value) for name, value in metrics.items()}
+
+
+def _as_metric(name: str, value: Any) -> float:
     try:
-        return {name: float(value) for name, value in metrics.items()}
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"metrics must be numbers or one-element tensors: {error}") from None
+        if not isinstance(value, str | bytes | complex):  # float() would read a string
+            return float(value)
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor with several elements
+        pass
+    raise TypeError(f"metrics[{name!r}] must be a number or a one-element tensor; got {value!r}")
+
+
+def checked_names(names: Any, argument: str) -> Any:
+    """Return names as they are; a lone string would be read as one name per letter."""
+    if names is None:
+        return None
+    if isinstance(names, str) or not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{argument} takes a sequence of names, for example ('model',); got {names!r}")
+    if argument == "only" and not names:
+        raise ValueError("only is empty, so nothing would be restored; name the components, or leave it out for all")
+    return names
+
+
+def as_numbers(loss: Any) -> Any:
+    """Return a loss with the tensors and NumPy values in it as Python numbers, each device read once."""
+    if type(loss) is float:
+        return loss
+    if isinstance(loss, torch.Tensor | np.ndarray | np.generic):
+        return loss.tolist()
+    if isinstance(loss, Mapping):
+        return {key: as_numbers(value) for key, value in loss.items()}
+    if isinstance(loss, list | tuple):
+        return [as_numbers(value) for value in loss]
+    return loss
 
 
 def as_floats(loss: Any) -> Any:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
+import errno
 import math
 import os
+import stat
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safeckpt.errors import DamagedCheckpointError, FormatVersionError, LoadError, SkippedCheckpointWarning
+from safeckpt.errors import (
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    FormatVersionError,
+    LoadError,
+    SkippedCheckpointWarning,
+)
 from safeckpt.file import CheckpointFile, open_file
 from safeckpt.store import CheckpointDirectory
 
@@ -72,7 +82,8 @@ class Checkpoint:
             raise DamagedCheckpointError(path=path, reason=f"its header is not a checkpoint's ({error!r})") from error
 
 
-_MOST_RELISTINGS = 100  # a dangling symlink is there in every listing and never opens
+_MOST_RELISTINGS = 100  # a writer that prunes faster than this process opens files
+_MOST_REMEMBERED = 10_000  # files whose header, or verdict, is kept in memory
 _TIME = "%Y-%m-%dT%H:%M:%S.%fZ"  # of fixed width, so that the size of a file does not depend on the clock
 
 
@@ -93,8 +104,13 @@ def _from_json(value: Any) -> Any:
     return float(value) if isinstance(value, str | int) else value
 
 
+_Identity = tuple[int, int, int, int]
+
+
 class Catalog:
     """The checkpoints of one directory as they are on disk now.
+
+    A file that has not changed is not read twice: device, inode, size and modification time tell.
 
     Attributes:
         directory: Where they are.
@@ -102,7 +118,8 @@ class Catalog:
 
     def __init__(self, directory: CheckpointDirectory) -> None:
         self.directory = directory
-        self._seen: dict[int, tuple[tuple[int, int, int], Checkpoint]] = {}
+        self._seen: OrderedDict[Path, tuple[_Identity, Checkpoint]] = OrderedDict()
+        self._verdicts: OrderedDict[Path, tuple[_Identity, bool]] = OrderedDict()
 
     def peek(self, step: int) -> Checkpoint:
         """Return the checkpoint of a step after the cheap check: trailer, size and structure, not every byte.
@@ -112,32 +129,56 @@ class Catalog:
             FileNotFoundError: It is gone.
         """
         path = self.directory.path_of(step)
-        status = path.stat()
-        identity = (status.st_ino, status.st_size, status.st_mtime_ns)
-        if step in self._seen and self._seen[step][0] == identity:
-            return self._seen[step][1]
-        with open_file(path) as file:
+        identity = _identity(path)
+        known = self._seen.get(path)
+        if known is not None and known[0] == identity:
+            return known[1]
+        with _opened(path) as file:
             checkpoint = _described(file, step, path)
-        self._seen[step] = (identity, checkpoint)
+        _remember(self._seen, path, (identity, checkpoint))
         return checkpoint
 
     def one(self, step: int) -> Iterator[tuple[CheckpointFile, Checkpoint]]:
         """Yield (open file, checkpoint) of one step, every byte verified.
 
         Raises:
+            CheckpointNotFoundError: It is not there.
             LoadError: It is not good.
         """
         path = self.directory.path_of(step)
-        with open_file(path) as file:
-            yield file, _verified(file, step, path)
+        try:
+            with _opened(path) as file:
+                yield file, _verified(file, step, path)
+        except FileNotFoundError:
+            steps = self.directory.steps()
+            raise CheckpointNotFoundError(directory=self.directory.path, step=step, available_steps=steps) from None
 
     def is_good(self, step: int) -> bool:
-        """Tell whether a step passes the cheap check."""
+        """Tell whether every byte of a step's file is as it was written; what cannot be read is not known to be."""
+        return self.is_good_file(self.directory.path_of(step), step)
+
+    def is_good_file(self, path: Path, step: int) -> bool:
+        """Tell the same of a file that has another name."""
         try:
-            self.peek(step)
-        except (LoadError, FileNotFoundError):
+            identity = _identity(path)
+            known = self._verdicts.get(path)
+            if known is not None and known[0] == identity:
+                return known[1]
+            with _opened(path) as file:
+                _verified(file, step, path)
+            good = True
+        except LoadError:
+            good = False
+        except OSError:
             return False
-        return True
+        _remember(self._verdicts, path, (identity, good))
+        return good
+
+    def wrote(self, step: int) -> None:
+        """Note that this process has just written the file of a step, so that nobody has to read it to know."""
+        path = self.directory.path_of(step)
+        with contextlib.suppress(OSError):
+            _remember(self._verdicts, path, (_identity(path), True))
 
     def listed(self) -> tuple[Checkpoint, ...]:
         """Return what passes the cheap check, ascending by step; what does not is a warning each.
@@ -173,7 +214,7 @@ class Catalog:
             step = steps.pop()
             path = self.directory.path_of(step)
             try:
-                with open_file(path) as file:
+                with _opened(path) as file:
                     yield file, _verified(file, step, path)
             except FormatVersionError:
                 raise
@@ -185,7 +226,44 @@ class Catalog:
             except LoadError as error:
                 rejected[path] = reason_of(error)
                 skipped(path, rejected[path])
+            except OSError as error:
+                if error.errno != errno.EIO:  # the disk has lost it: another right or another mount will not help
+                    raise
+                rejected[path] = str(error)
+                skipped(path, rejected[path])
             tried.add(step)
+
+
+def _identity(path: Path) -> _Identity:
+    """Return what changes when a file does.
+
+    Raises:
+        DamagedCheckpointError: There is the name, and no regular file behind it.
+        OSError: The system refused; FileNotFoundError when the name is gone.
+    """
+    try:
+        status = path.stat()
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ELOOP) and path.is_symlink():
+            raise DamagedCheckpointError(path=path, reason="it is a link that leads nowhere") from None
+        raise
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a directory" if stat.S_ISDIR(status.st_mode) else "no regular file"
+        raise DamagedCheckpointError(path=path, reason=f"it is {kind}")
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[CheckpointFile]:
+    _identity(path)  # a pipe would be waited for for ever
+    with open_file(path) as file:
+        yield file
+
+
+def _remember(cache: OrderedDict[Path, Any], path: Path, entry: tuple[_Identity, Any]) -> None:
+    cache[path] = entry
+    if len(cache) > _MOST_REMEMBERED:
+        cache.popitem(last=False)
 
 
 def _described(file: CheckpointFile, step: int, path: Path) -> Checkpoint:

@@ -132,7 +132,7 @@ class NonFiniteError(SaveError, ValueError):
 
     Attributes:
         step: The step that was being saved or ended, None outside a manager.
-        loss: The loss as given, None when the loss was finite or not given.
+        loss: The loss as given, in Python numbers; None when it was finite or not given.
         tensors: Every tensor that is not finite, in the order of the state.
     """
 
@@ -141,6 +141,7 @@ class NonFiniteError(SaveError, ValueError):
         *,
         step: int | None = None,
         loss: object = None,
+        loss_text: str | None = None,
         tensors: Sequence[NonFiniteTensor] = (),
         good: str | None = None,
         next_step: str = "find where the first NaN or Inf came from before you save this state",
@@ -149,7 +150,7 @@ class NonFiniteError(SaveError, ValueError):
         what = "This state" if step is None else f"Step {step}"
         found = []
         if loss is not None:
-            found.append(f"loss = {loss}")
+            found.append(f"loss = {loss if loss_text is None else loss_text}")
         if tensors:
             found.append(_some(tensors))
         happened = f"{what} was refused, it is not finite:\n  " + "\n  ".join(found)

@@ -10,6 +10,7 @@ from typing import IO, Any
 import torch
 
 from safeckpt import file as _file
+from safeckpt.arguments import as_numbers
 from safeckpt.errors import NonFiniteError
 from safeckpt.file import FileReport
 from safeckpt.state.guard import find_nonfinite, nonfinite_loss
@@ -90,7 +91,8 @@ def _refuse_nonfinite(obj: object, loss: Any, allow: Sequence[str], f: object) -
     path = f if isinstance(f, str | os.PathLike) else None
     kept = f"{path} still holds what it held before." if path is not None and os.path.lexists(path) else None
     raise NonFiniteError(
-        loss=bad_loss,
+        loss=None if bad_loss is None else as_numbers(loss),
+        loss_text=bad_loss,
         tensors=found,
         good=kept,
         next_step="find where it came from; what may be infinite (a mask) can be named: allow_nonfinite=('name',).",

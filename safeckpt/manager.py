@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime as dt
 import logging
+import math
 import os
 import secrets
 import warnings
@@ -14,15 +15,17 @@ from typing import Any, Self
 
 import torch
 
-from safeckpt.arguments import as_floats, checked_metrics, checked_step
+from safeckpt.arguments import as_floats, as_numbers, checked_metrics, checked_names, checked_step
 from safeckpt.background import BackgroundWriter
-from safeckpt.catalog import Catalog, Checkpoint, skipped
+from safeckpt.catalog import Catalog, Checkpoint, reason_of, skipped
 from safeckpt.errors import (
     CheckpointNotFoundError,
     DamagedCheckpointError,
     DirectoryInUseError,
+    DirectoryLockedError,
     EnvironmentChangedWarning,
     HyperparameterReplacedWarning,
+    LoadError,
     NoGoodCheckpointError,
     NonFiniteError,
     RollbackLoopError,
@@ -30,14 +33,15 @@ from safeckpt.errors import (
     UncapturedStateWarning,
 )
 from safeckpt.file import CheckpointFile, PreparedFile, encode, prepare
+from safeckpt.replay import Replay, ReplayPolicy, ReplayReport
 from safeckpt.schedule import Pruning, SaveSchedule
 from safeckpt.signals import StopSignals
 from safeckpt.state import (
+    RESERVED_KEY,
     Baseline,
     Gradients,
     Guard,
     Plan,
-    Snapshot,
     Staging,
     Verdict,
     capture,
@@ -78,6 +82,8 @@ class CheckpointManager:
             optimizer's last step, so that a save between two micro-steps of gradient accumulation is exact. True: all.
             False: none; a restore then begins with none, as after `zero_grad()`.
         max_rollbacks: Rollbacks allowed without a new checkpoint in between.
+        on_replay_mismatch: What it is when a loss that is computed again after a restart differs from the recorded
+            one: `"warn"` for a `ReplayMismatchWarning`, `"error"` for a `ReplayMismatchError`, `"ignore"`.
         stop_signals: Signals that ask the run to stop, for example `(signal.SIGTERM, signal.SIGUSR1)`: the next
             `end_step` saves, and `stop_requested` is True. Only in the main thread.
         lock_timeout_seconds: How long to wait for another writer of the directory.
@@ -113,6 +119,7 @@ class CheckpointManager:
         guard: Guard = Guard(),  # noqa: B008 - frozen
         grads: bool | None = None,
         max_rollbacks: int = 3,
+        on_replay_mismatch: ReplayPolicy = "warn",
         stop_signals: Iterable[int] = (),
         lock_timeout_seconds: float = 10.0,
     ) -> None:
@@ -135,12 +142,14 @@ class CheckpointManager:
         self._gradients = Gradients(self._components)
         self._lock = WriterLock(directory, lock_timeout_seconds)
         self._events = EventLog(self._files.path / "events.jsonl")
+        self._replay = Replay(self._files.losses, on_replay_mismatch, self._event, lambda: self._lock.held)
         self._run_id: str | None = None
         self._step = 0
         self._saved: int | None = None  # the step of the newest checkpoint on this timeline, as this manager knows it
         self._known: set[int] = set()  # steps in the directory that belong to this run
         self._left: set[int] = set()  # known steps above the restored one: set aside before the next save
-        self._failed: int | None = None
+        self._begun = False  # a step was ended, saved or restored
+        self._failed: tuple[int, str] | None = None  # the step that was refused last, and why
         self._rollbacks: list[tuple[int, bool]] = []  # (failing step, whether something was changed) since a new save
         self._closed = False
         for line in uncaptured(components):
@@ -156,6 +165,11 @@ class CheckpointManager:
     def directory(self) -> Path:
         """Where the checkpoints are, as an absolute path."""
         return self._files.path
+
+    @property
+    def replay(self) -> ReplayReport | None:
+        """How the losses since the last restore compare with those on record; None when nothing was restored."""
+        return self._replay.report
 
     @property
     def stop_requested(self) -> bool:
@@ -178,9 +192,12 @@ class CheckpointManager:
             self.wait()
         finally:
             self._closed = True
-            self._lock.release()
-            self._signals.restore()
-            self._gradients.close()
+            try:
+                self._replay.close()
+            finally:
+                self._lock.release()
+                self._signals.restore()
+                self._gradients.close()
 
     def wait(self) -> None:
         """Return when every save is committed. Only with `async_save` is there anything to wait for.
@@ -250,9 +267,11 @@ class CheckpointManager:
         self.wait()
         step = self._next_step(step)
         metrics = checked_metrics(metrics)
-        self._refuse_loss(step, loss)
+        bad_loss = nonfinite_loss(loss)
         snapshot = capture(self._components, gradients=self._captured_gradients())
-        verdict = self._judge(step, snapshot)
+        verdict = self._baseline.judge(snapshot.parts, self._guard)
+        if bad_loss is not None or verdict.bad:
+            raise self._refusal(step, loss, bad_loss, verdict)
         payload = encode(snapshot.payload, root="payload")
         checkpoint = Checkpoint(
             step=step,
@@ -270,22 +289,35 @@ class CheckpointManager:
         self._copied = None
         self._copied = (step, self._staging.copy(payload))
         prepared = prepare(self._copied[1], header=header)
+        self._due.saved(step)  # so that the next steps do not ask for it again while it is written
         self._writer.start(lambda: self._write(checkpoint, prepared), f"the save of step {step}")
         self._step = step
+        self._begun = True
         return dataclasses.replace(checkpoint, size_bytes=prepared.size_bytes)
 
     def _write(self, checkpoint: Checkpoint, prepared: PreparedFile) -> Checkpoint:
         """Commit, and only then forget what is no longer needed."""
         checkpoint = dataclasses.replace(checkpoint, size_bytes=prepared.size_bytes)
-        self._files.commit_step(checkpoint.step, prepared.write, size_bytes=prepared.size_bytes)
+        try:
+            with self._replay.committing(checkpoint.step):
+                self._files.commit_step(checkpoint.step, prepared.write, size_bytes=prepared.size_bytes)
+        except StepExistsError:
+            raise
+        except BaseException:
+            if os.path.lexists(checkpoint.path):  # interrupted after the rename, or not known to be durable: saved
+                self._committed(checkpoint)
+            raise
         self._committed(checkpoint)
         self._pruning.prune()
         return checkpoint
 
     def end_step(self, step: int, *, loss: Any = None, metrics: Mapping[str, Any] | None = None) -> Checkpoint | None:
-        """Tell the manager that a step is done: the loss is guarded, and a checkpoint saved when one is due.
+        """Tell the manager that a step is done: the loss is guarded and recorded, and a checkpoint saved when due.
 
         One is due by `save_every`, and at once when a stop signal has come.
+
+        After a restart, losses that were recorded before it are computed again. Each is compared with the recorded
+        one, with `==`: `replay` has the result, and the log of `safeckpt` says when all were equal.
 
         Args:
             step: Optimizer steps completed, higher than at the last call.
@@ -297,24 +329,36 @@ class CheckpointManager:
 
         Raises:
             NonFiniteError: The loss is NaN or Inf (or, when a save was due, a guarded tensor). Nothing was written.
+            ReplayMismatchError: The loss differs from the recorded one, and the manager was told to raise this. The
+                step does not count as ended.
             ValueError: The step is not higher than the last one.
             Exception: What `save` raises, when a save was due.
+
+        Warns:
+            ReplayMismatchWarning: The loss differs from the recorded one: the resumed run is another run.
         """
         step = checked_step(step)
-        if self._closed:
-            raise ValueError("this manager is closed")
-        if step <= self._step and (self._step or self._saved is not None):
+        checked_metrics(metrics)
+        self._refuse_closed()
+        if step <= self._step and self._begun:
             raise ValueError(f"step {step} is not higher than step {self._step}, the last one ended, saved or restored")
-        if self._due.at(step, self._saved or 0) or self.stop_requested:
-            return self.save(step, loss=loss, metrics=metrics)
+        loss = as_numbers(loss)  # read from the device once
         self._refuse_loss(step, loss)
+        self._replay.ended(step, loss)
+        if self._due.at(step) or self.stop_requested:
+            return self.save(step, loss=loss, metrics=metrics)
         self._step = step
+        self._begun = True
+        self._failed = None  # the caller went on without a rollback
         return None
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise ValueError("this manager is closed; build a new one and restore() to go on")
 
     def _next_step(self, step: int) -> int:
         step = checked_step(step)
-        if self._closed:
-            raise ValueError("this manager is closed")
+        self._refuse_closed()
         if step == self._saved:
             raise StepExistsError(step=step, path=self._files.path_of(step))
         if step < self._step or (self._saved is not None and step < self._saved):
@@ -322,39 +366,49 @@ class CheckpointManager:
         return step
 
     def _refuse_loss(self, step: int, loss: Any) -> None:
-        bad = nonfinite_loss(loss)
-        if bad is not None:
-            raise self._refusal(step, bad, Verdict([], []))
+        if type(loss) is float and math.isfinite(loss):
+            return  # most of the time a step of training takes of ours
+        bad_loss = nonfinite_loss(loss)
+        if bad_loss is not None:
+            raise self._refusal(step, loss, bad_loss, Verdict([], []))
 
     def _captured_gradients(self) -> Mapping[str, torch.Tensor]:
         if self._grads is None:
             return self._gradients.pending()
         return self._gradients.all() if self._grads else {}
 
-    def _judge(self, step: int, snapshot: Snapshot) -> Verdict:
-        verdict = self._baseline.judge(snapshot.parts, self._guard)
-        if verdict.bad:
-            raise self._refusal(step, None, verdict)
-        return verdict
-
-    def _refusal(self, step: int, loss: str | None, verdict: Verdict) -> NonFiniteError:
+    def _refusal(self, step: int, loss: Any, bad_loss: str | None, verdict: Verdict) -> NonFiniteError:
         """Note a refusal and return the error to raise."""
-        self._failed = step
         names = [tensor.name for tensor in verdict.bad]
-        self._event("refused", step, loss=loss, tensors=names[:20], tensors_total=len(names))
-        good = None if self._saved is None else self._files.path_of(self._saved)
+        found = ([] if bad_loss is None else [f"loss = {bad_loss}"]) + [str(tensor) for tensor in verdict.bad[:1]]
+        self._failed = (step, "; ".join(found))
+        self._event("refused", step, loss=bad_loss, tensors=names[:20], tensors_total=len(names))
+        good, next_step = self._way_out()
         return NonFiniteError(
             step=step,
-            loss=loss,
+            loss=None if bad_loss is None else as_numbers(loss),
+            loss_text=bad_loss,
             tensors=verdict.bad,
-            good="nothing was written; there is no checkpoint yet."
-            if good is None
-            else f"nothing was written or rotated; step {self._saved} is in {good}.",
-            next_step="stop, and start again from a lower learning rate or cleaner data."
-            if good is None
-            else f"manager.rollback(skip_batches=1) goes back to step {self._saved} without the last batch.",
+            good=good,
+            next_step=next_step,
             path=self._files.path,
         )
+
+    def _way_out(self) -> tuple[str, str]:
+        """Return what is still safe after a refusal, and what to call."""
+        if self._saved is None:
+            return (
+                "nothing was written; this run has no checkpoint yet.",
+                "stop, and start again from a lower learning rate or cleaner data.",
+            )
+        if any(hasattr(component.obj, "leave_out") for component in self._components.values()):
+            call = f"manager.rollback(skip_batches=1) goes back to step {self._saved} without the last batch."
+        else:
+            call = (
+                f"manager.rollback(changed=True) goes back to step {self._saved}; change what led here (the batch, the "
+                "learning rate) before you go on, since an exact replay fails again."
+            )
+        return f"nothing was written or rotated; step {self._saved} is in {self._files.path_of(self._saved)}.", call
 
     def _enter_directory(self) -> None:
         """Take the directory for writing: create it, hold its lock, find only this run's files in it."""
@@ -362,8 +416,17 @@ class CheckpointManager:
             self._refuse_strangers()  # before the lock, so that a wrong directory is left without a trace
             self._files.create()
             self._lock.acquire()
-            self._files.sweep()
-        self._lock.check()
+            try:
+                self._refuse_strangers()  # another writer may have had it meanwhile
+                self._files.sweep()
+            except BaseException:
+                self._lock.release()
+                raise
+        try:
+            self._lock.check()
+        except DirectoryLockedError:
+            self._lock.release()  # it protects nothing any more; the next save takes the lock that others see
+            raise
         self._refuse_strangers()
         if self._left:
             paths = self._files.set_aside(self._left)
@@ -371,19 +434,25 @@ class CheckpointManager:
             self._known -= self._left
             self._left = set()
 
+    def _strangers(self) -> list[int]:
+        return [step for step in self._files.steps() if step not in self._known]
+
     def _refuse_strangers(self) -> None:
-        strangers = [step for step in self._files.steps() if step not in self._known]
+        strangers = self._strangers()
         if strangers:
             raise DirectoryInUseError(directory=self._files.path, steps=strangers)
 
     def _committed(self, checkpoint: Checkpoint) -> None:
         """Note a new checkpoint; memory is updated after the disk."""
         self._run_id = checkpoint.run_id
-        self._step = self._saved = checkpoint.step
+        self._saved = checkpoint.step
+        self._step = max(self._step, checkpoint.step)  # written in the background, training may be further
+        self._begun = True
         self._known.add(checkpoint.step)
+        self._catalog.wrote(checkpoint.step)
         self._failed = None
         self._rollbacks.clear()
-        self._due.saved()
+        self._due.saved(checkpoint.step)
         self._event("saved", checkpoint.step, loss=checkpoint.loss, size_bytes=checkpoint.size_bytes)
 
     # -- restoring ---------------------------------------------------------------------------------------------------
@@ -425,30 +494,46 @@ class CheckpointManager:
         Cost:
             The file is read once to verify it and mapped to copy from it; no second copy of the state is kept.
         """
-        if self._closed:
-            raise ValueError("this manager is closed")
-        self.wait()
+        self._refuse_closed()
+        only, keep_live = checked_names(only, "only"), checked_names(keep_live, "keep_live")
         if step is not None:
             step = checked_step(step)
-            if step not in self._files.steps():
-                raise CheckpointNotFoundError(
-                    directory=self._files.path, step=step, available_steps=self._files.steps()
-                )
-        found = self._restored(step, only, keep_live)
+        self.wait()
+        if step is not None and step not in self._files.steps():
+            raise CheckpointNotFoundError(directory=self._files.path, step=step, available_steps=self._files.steps())
+        rejected: dict[Path, str] = {}
+        found = self._restored(step, only, keep_live, rejected)
         if found is None:
             return None
         checkpoint, ready = found
         whole = only is None or set(self._components) <= set(only)
         if whole:
             self._adopt(checkpoint)
-        self._event("restored", checkpoint.step, only=None if only is None else list(only), replaced=ready.replaced)
+            same = not keep_live and (step is None or not self._left)
+            self._replay.restored(checkpoint.step, same=same, changed=ready.environment)
+        else:
+            self._replay.left(self._saved)
+        self._report(checkpoint, ready, rejected, "restored", only=None if only is None else list(only))
+        return checkpoint
+
+    def _report(
+        self, checkpoint: Checkpoint, ready: Plan, rejected: Mapping[Path, str], kind: str, **data: Any
+    ) -> None:
+        """Tell history and caller what a restore passed over and replaced."""
+        for path, reason in rejected.items():
+            self._event("passed_over", None, file=path.name, reason=reason)
+        self._event(kind, checkpoint.step, replaced=ready.replaced, **data)
         if ready.replaced:
             text = "\n  ".join(ready.replaced)
             warnings.warn(
                 f"The checkpoint's hyper-parameters replaced those of the script (live -> saved):\n  {text}\n"
-                "Keep the live ones with restore(keep_live=('component.name', ...)).",
+                + (
+                    "Set them again before you go on, if that is what you changed."
+                    if kind == "rolled_back"
+                    else "Keep the live ones with restore(keep_live=('component.name', ...))."
+                ),
                 HyperparameterReplacedWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
         if ready.environment:
             text = "\n  ".join(ready.environment)
@@ -456,25 +541,28 @@ class CheckpointManager:
                 f"The environment differs from the one that saved {checkpoint.path.name} (saved -> now), so the next "
                 f"losses may differ in their last bits:\n  {text}",
                 EnvironmentChangedWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
-        return checkpoint
 
     def _restored(
-        self, step: int | None, only: Collection[str] | None, keep_live: Collection[str]
+        self,
+        step: int | None,
+        only: Collection[str] | None,
+        keep_live: Collection[str],
+        rejected: dict[Path, str],
     ) -> tuple[Checkpoint, Plan] | None:
-        rejected: dict[Path, str] = {}
+        """Restore a step, or the newest good one; what was passed over on the way is added to `rejected`."""
         candidates = self._catalog.good(rejected) if step is None else self._catalog.one(step)
         for file, checkpoint in candidates:
-            ready = self._plan(file, only, keep_live)
-            reason = self._not_finite(file, ready)
-            if reason is None:
+            try:
+                ready = self._plan(file, only, keep_live)
+            except LoadError as error:
+                if step is not None:
+                    raise
+                reason = reason_of(error)
+            else:
                 ready.apply()
-                for path, why in rejected.items():
-                    self._event("passed_over", None, file=path.name, reason=why)
                 return checkpoint, ready
-            if step is not None:
-                raise DamagedCheckpointError(path=checkpoint.path, reason=reason)
             rejected[checkpoint.path] = reason
             skipped(checkpoint.path, reason)
         if rejected:
@@ -484,23 +572,35 @@ class CheckpointManager:
         return None
 
     def _plan(self, file: CheckpointFile, only: Collection[str] | None, keep_live: Collection[str]) -> Plan:
-        payload = file.load(map_location="cpu", mmap=True)
-        return plan(self._components, payload, only=only, keep_live=keep_live, path=file.path)
+        """Check everything about a restore.
 
-    def _not_finite(self, file: CheckpointFile, ready: Plan) -> str | None:
-        """Return why the state in a file is not to be restored; the guard that it passed when saved judges it again."""
-        record = (file.header() or {}).get("guard", Verdict([], []).record(Guard()))
-        bad = Baseline({}).judge(ready.parts, guard_from_record(record)).bad
-        return f"it is not finite ({bad[0]})" if bad else None
+        Raises:
+            LoadError: What is in the file is not what a manager saves, or not finite.
+            RestoreError: It does not fit the live objects.
+        """
+        payload = file.load(map_location="cpu", mmap=True)
+        if not isinstance(payload, dict) or not isinstance(payload.get(RESERVED_KEY), dict):
+            raise DamagedCheckpointError(path=file.path, reason="it holds no state of a run")
+        try:
+            guard = guard_from_record((file.header() or {})["guard"])
+        except (KeyError, TypeError) as error:
+            raise DamagedCheckpointError(path=file.path, reason="its header does not say what was guarded") from error
+        ready = plan(self._components, payload, only=only, keep_live=keep_live, path=file.path)
+        # The guard that it passed when it was saved judges it again.
+        bad = Baseline({}).judge(ready.parts, guard).bad
+        if bad:
+            raise DamagedCheckpointError(path=file.path, reason=f"it is not finite ({bad[0]})")
+        return ready
 
     def _adopt(self, checkpoint: Checkpoint) -> None:
         """Go on from a checkpoint: the directory's files are this run's, those above the checkpoint will make way."""
         self._run_id = checkpoint.run_id
         self._step = self._saved = checkpoint.step
+        self._begun = True
         self._known = set(self._files.steps())
         self._left = {step for step in self._known if step > checkpoint.step}
         self._failed = None
-        self._due.saved()
+        self._due.saved(checkpoint.step)
 
     # -- rolling back ------------------------------------------------------------------------------------------------
 
@@ -529,41 +629,44 @@ class CheckpointManager:
             ValueError: `skip_batches` is negative, or no component is a loader that can leave out batches.
             DirectoryLockedError: Another writer holds the directory. Nothing was changed.
         """
+        self._refuse_closed()
         self.wait()
-        failing = self._step + 1 if self._failed is None else self._failed
+        failing, why = self._failed or (self._step + 1, "no save or step was refused")
         changes = changed or skip_batches > 0
         self._refuse_loop(failing, changes=changes)
         left_out = self._batches_to_leave_out(skip_batches)
         if self._saved is None:
             raise CheckpointNotFoundError(directory=self._files.path)
         self._enter_directory()
-        checkpoint = self._restored_from_memory()
+        rejected: dict[Path, str] = {}
         source = "memory"
-        if checkpoint is None:
+        found = self._restored_from_memory()
+        if found is None:
             source = "disk"
-            found = self._restored(None, None, ())
-            if found is None:
-                raise CheckpointNotFoundError(directory=self._files.path)
-            checkpoint, _ = found
+            found = self._restored(None, None, (), rejected)
+        if found is None:
+            raise CheckpointNotFoundError(directory=self._files.path)
+        checkpoint, ready = found
         for component, positions in left_out.items():
             self._components[component].obj.leave_out(positions)
         self._adopt(checkpoint)
+        self._replay.restored(checkpoint.step, same=not changes)
         self._rollbacks.append((failing, changes))
         if self._left:
             self._enter_directory()
-        self._event(
-            "rolled_back", checkpoint.step, failed_step=failing, left_out=left_out, changed=changed, source=source
-        )
+        data = {"failed_step": failing, "why": why, "left_out": left_out, "changed": changed, "source": source}
+        self._report(checkpoint, ready, rejected, "rolled_back", **data)
         _log.info("rolled back from step %d to step %d", failing, checkpoint.step)
         return checkpoint
 
-    def _restored_from_memory(self) -> Checkpoint | None:
+    def _restored_from_memory(self) -> tuple[Checkpoint, Plan] | None:
         """Restore the copy that an asynchronous save left, when it is of the newest checkpoint and that is on disk."""
         if self._copied is None or self._copied[0] != self._saved or not self._catalog.is_good(self._saved):
             return None
         checkpoint = self._catalog.peek(self._saved)
-        plan(self._components, self._copied[1], path=checkpoint.path).apply()
-        return checkpoint
+        ready = plan(self._components, self._copied[1], path=checkpoint.path)
+        ready.apply()
+        return checkpoint, ready
 
     def _refuse_loop(self, failing: int, *, changes: bool) -> None:
         attempts = len(self._rollbacks)
@@ -589,6 +692,7 @@ class CheckpointManager:
         return {name: loader.last_batches(count) for name, loader in able.items()}
 
     def _event(self, kind: str, step: int | None, **data: Any) -> None:
-        """Append to the history; a directory that is not there yet, or not writable, has none."""
-        if os.access(self._files.path, os.W_OK):
+        """Append to the history of this run; a directory that is not there yet, or not writable, has none."""
+        mine = self._saved is not None or not self._strangers()
+        if mine and os.access(self._files.path, os.W_OK):
             self._events.append(kind, step=step, **data)

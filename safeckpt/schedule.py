@@ -11,9 +11,7 @@ from typing import Any
 
 from safeckpt.catalog import Catalog
 from safeckpt.errors import LoadError
-from safeckpt.file import open_file
 from safeckpt.store import (
-    Aside,
     Best,
     CheckpointDirectory,
     KeepBest,
@@ -25,6 +23,16 @@ from safeckpt.store import (
 )
 
 __all__ = ["Pruning", "SaveSchedule"]
+
+
+def _bests(keep_best: Any) -> list[Best]:
+    if keep_best is None:
+        return []
+    if isinstance(keep_best, Best):
+        return [keep_best]
+    if not isinstance(keep_best, Sequence) or not all(isinstance(best, Best) for best in keep_best):
+        raise TypeError(f"keep_best takes a Best, such as Best('accuracy', 'max'), or several; got {keep_best!r}")
+    return list(keep_best)
 
 
 class SaveSchedule:
@@ -42,16 +50,18 @@ class SaveSchedule:
             raise ValueError(f"save_every must be positive; got {every!r}")
         self._every = every
         self._since = time.monotonic()
+        self._step = 0
 
-    def at(self, step: int, saved: int) -> bool:
-        """Return whether a save is due at this step, when the last one was at `saved`."""
+    def at(self, step: int) -> bool:
+        """Return whether a save is due at this step."""
         if isinstance(self._every, dt.timedelta):
             return time.monotonic() - self._since >= self._every.total_seconds()
         # Passing a multiple counts as reaching it: a step may be skipped by a rollback.
-        return self._every is not None and step // self._every > saved // self._every
+        return self._every is not None and step // self._every > self._step // self._every
 
-    def saved(self) -> None:
-        """Start the clock again."""
+    def saved(self, step: int) -> None:
+        """Count from this step and this moment: it was saved, or is being saved, or the run is back at it."""
+        self._step = step
         self._since = time.monotonic()
 
 
@@ -80,9 +90,7 @@ class Pruning:
         self._policies: list[Policy] = [KeepLast(keep_last)]
         if keep_every is not None:
             self._policies.append(KeepEvery(keep_every))
-        for best in [keep_best] if isinstance(keep_best, Best) else keep_best or ():
-            if not isinstance(best, Best):
-                raise TypeError(f"keep_best takes a Best or a sequence of them; got {best!r}")
+        for best in _bests(keep_best):
             self._policies.append(KeepBest(best, functools.partial(self._score, best.metric)))
 
     def prune(self) -> list[int]:
@@ -96,26 +104,18 @@ class Pruning:
             steps,
             keep_last=self._keep_last,
             is_good=self._catalog.is_good,
-            is_good_aside=_is_good_aside,
+            is_good_aside=lambda aside: self._catalog.is_good_file(aside.path, aside.step),
         )
         for aside in outrun:
             self._files.remove_aside(aside)
         return pruned
 
     def _score(self, metric: str, step: int) -> float | None:
-        if not self._catalog.is_good(step):
+        try:
+            checkpoint = self._catalog.peek(step)
+        except (LoadError, OSError):
             return None
-        checkpoint = self._catalog.peek(step)
         value: Any = checkpoint.metrics.get(metric)
         if value is None and metric == "loss":
             value = checkpoint.loss
         return value if isinstance(value, float) and math.isfinite(value) else None
-
-
-def _is_good_aside(aside: Aside) -> bool:
-    try:
-        with open_file(aside.path) as file:
-            file.check_structure()
-    except (LoadError, FileNotFoundError):
-        return False
-    return True

@@ -7,6 +7,7 @@ and touched no device, so that a child is as good as a fresh process. Functions 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -24,6 +25,8 @@ from tests.faults import Ended
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import TracebackType
+
+_MOST_SECONDS = 120
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload([__name__, "pytest"])
@@ -46,6 +49,7 @@ def _importable() -> Iterator[None]:
 def _main(connection: Connection, function: Callable[..., Any], arguments: Any, options: Any, *, talks: bool) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
+    faulthandler.dump_traceback_later(_MOST_SECONDS, exit=True)  # one that hangs says where
     outcome: tuple[Any, BaseException | None]
     try:
         outcome = (function(*([connection] if talks else []), *arguments, **options), None)
@@ -102,6 +106,7 @@ class Child:
         assert code is not None
         if code < 0:
             return Ended(signal.Signals(-code))
+        assert code == 0, "the child hung, or ended by itself"
         value, error = outcome
         return Ended(None, value, error)
 

@@ -134,11 +134,12 @@ def test_public_names_are_pinned():
     assert all(hasattr(safeckpt, name) for name in safeckpt.__all__)
     contract = {
         "Best", "Checkpoint", "CheckpointManager", "FileReport", "Guard", "NonFiniteTensor", "ResumableLoader",
-        "check_gradients",        "find_nonfinite", "latest", "load", "save", "verify",
+        "ReplayReport", "ResumeReport", "check_gradients", "find_nonfinite", "latest", "load", "prove_resume", "save",
+        "verify",
         "SafeckptError", "SaveError", "NonFiniteError", "UnsavableStateError", "StepExistsError", "DirectoryInUseError",
         "LoadError", "CheckpointNotFoundError", "DamagedCheckpointError", "FormatVersionError", "UntrustedTypeError",
         "NoGoodCheckpointError", "RestoreError", "ComponentMismatchError", "StateMismatchError", "RollbackError",
-        "RollbackLoopError", "DirectoryLockedError", "DurabilityUnknownError",
+        "RollbackLoopError", "DirectoryLockedError", "DurabilityUnknownError", "ReplayMismatchError", "ProofError",
         "SafeckptWarning", "SkippedCheckpointWarning", "EnvironmentChangedWarning", "UncapturedStateWarning",
         "HyperparameterReplacedWarning", "ReplayMismatchWarning",
     }  # fmt: skip

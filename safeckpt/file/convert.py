@@ -53,8 +53,8 @@ def _array(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
     kind = array.dtype.kind
     if kind not in "biufc" or array.dtype.itemsize > _WIDEST.get(kind, array.dtype.itemsize):
         return None
-    array = array.view(np.ndarray)
     native = array.astype(array.dtype.newbyteorder("="), copy=False)
+    native = native.view(np.ndarray).view(f"{kind}{native.dtype.itemsize}")  # torch knows one of two equal C types
     itemsize = native.dtype.itemsize
     if (
         native.flags.writeable

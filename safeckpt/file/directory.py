@@ -28,6 +28,7 @@ _CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
 _LOCAL = struct.Struct("<IHHHHHIIIHH")
 _END_SIGNATURE = 0x06054B50
 _LIMIT32 = 0xFFFFFFFF
+_DOS_ATTRIBUTES = 0xFF  # the upper bits are Unix modes, which other zip tools leave there
 _FIXED_RECORDS = 6  # that every file has besides its storages
 _LONGEST_COMMENT = 0xFFFF
 _DIRECTORY = "central directory"
@@ -121,7 +122,6 @@ def _what_is_it(source: Source) -> str:
 
 
 _KINDS = (
-    (b"PK\x05\x06", "an empty zip archive"),
     # The legacy format: the magic number, pickled.
     (
         b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.",
@@ -198,8 +198,8 @@ def _entries(source: Source, data: bytes, count: int) -> list[Entry]:
         if method or flags & ~0x808:
             how = "compressed" if method else "encrypted" if flags & 1 else "stored in a way that torch does not use"
             raise _damaged(source, f"record {shown} is {how}")
-        if attributes or disk:
-            # torch returns memory that was never filled for a record whose attributes say "directory".
+        if attributes & _DOS_ATTRIBUTES or disk:
+            # Torch returns memory that was never filled for a record whose attributes say "directory".
             raise _damaged(source, f"record {shown} has file attributes")
         size, packed, header_offset = _wide(source, shown, extra, (size, packed, header_offset))
         if size != packed:
@@ -230,6 +230,8 @@ def _wide(source: Source, name: str, extra: bytes, values: tuple[int, int, int])
 
 
 def _check_names(source: Source, entries: list[Entry]) -> str:
+    if not any(entry.name.endswith(b"/data.pkl") for entry in entries):
+        raise _damaged(source, "it is a zip archive, but no torch file: there is no data.pkl in it")
     folders = set()
     seen = set()
     for entry in entries:
@@ -246,12 +248,10 @@ def _check_names(source: Source, entries: list[Entry]) -> str:
         seen.add(name)
         folders.add(parts[0])
     if len(folders) != 1:
-        raise _damaged(source, "it is a zip archive, but no torch file")
+        raise _damaged(source, "it is a zip archive, but no torch file: there is more than one folder in it")
     folder: str = folders.pop()
     if f"{folder}/constants.pkl" in seen:
         raise _damaged(source, "it is a TorchScript archive; load it with torch.jit.load", "constants.pkl")
-    if f"{folder}/data.pkl" not in seen:
-        raise _damaged(source, "it is a zip archive, but no torch file: there is no data.pkl in it")
     return folder
 
 

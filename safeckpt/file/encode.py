@@ -8,6 +8,7 @@ where nothing is lost, and everything else is refused with its key path and what
 from __future__ import annotations
 
 import pickle
+import types
 from collections import Counter, OrderedDict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
@@ -31,13 +32,16 @@ __all__ = ["MOST_LEVELS", "encode"]
 
 MOST_LEVELS: Final = 200  # of nesting: torch's reader and Python's pickler would manage more, people's states need 20
 
-_ATOMS = frozenset({type(None), bool, float, complex, torch.device, torch.layout, torch.Size})
+_ATOMS = frozenset(
+    {type(EMPTY_BYTES), type(None), bool, float, complex, bytearray, torch.device, torch.layout, torch.Size}
+)
 _CONTAINERS = frozenset({dict, OrderedDict, Counter, list, tuple, set})
 _MOST_INT_BITS = 255 * 8 - 1  # a safe load reads integers of up to 255 bytes, sign included
 _MOST_STR_BYTES = 0xFFFFFFFF
 _MAY_BE_LONG = _MOST_STR_BYTES // 4
 _SHOWN_KEY = 60
 _SHOWN = frozenset({str, int, float, bool, type(None)})
+_WITHOUT_PARTS = (type, types.FunctionType, types.BuiltinFunctionType, torch.dtype, torch.qscheme, torch.TypedStorage)
 _TOO_DEEP = f"it is nested more than {MOST_LEVELS} levels deep"
 _FLATTER = "store it in a flatter form, such as a list with indices."
 
@@ -236,7 +240,7 @@ class _Walker:
         self._mixed = True
         if depth >= MOST_LEVELS:
             raise _RefusedError(value, _TOO_DEEP, _FLATTER)
-        if not isinstance(value, (type, torch.dtype, torch.qscheme, torch.layout, torch.TypedStorage)):
+        if not isinstance(value, _WITHOUT_PARTS):
             self._parts(value, depth)
         reason = why_unreadable(value)
         if reason is not None:

@@ -41,19 +41,23 @@ def load_records(source: Source, directory: Directory, map_location: Any, *, mma
         raise RuntimeError("inside torch.serialization.skip_data() a load would return memory that was never filled")
     scan = scan_records(source, directory)
     _check_devices(source, scan, map_location)
+    readable = _readable(source, mmap=mmap)
     placement = _Placement(scan, _packed_keys(source, directory), map_location)
     with ExitStack() as modes:
         # Torch checks the indices of sparse tensors only when asked to; bad ones read outside their memory.
         if any("sparse" in name for name in scan.globals):
             modes.enter_context(torch.sparse.check_sparse_tensor_invariants(enable=True))
-        if scan.protocol != 2:  # torch warns that it may not know every opcode; the scan has shown that it does
+        if scan.protocol != 2 or any("qtensor" in name for name in scan.globals):
             modes.enter_context(warnings.catch_warnings())
+            # Torch may not know every opcode of another protocol; the scan has shown that it does.
             warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)
+            # Torch uses its own deprecated class to rebuild a quantized tensor.
+            warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)
         if mmap and torch.serialization.get_default_mmap_options() != mmap_module.MAP_PRIVATE:
             # Through a shared mapping, training would write into the checkpoint.
             modes.enter_context(torch.serialization.set_default_mmap_options(mmap_module.MAP_PRIVATE))
         try:
-            loaded = torch.load(_readable(source, mmap=mmap), placement.map_location, weights_only=True, mmap=mmap)
+            loaded = torch.load(readable, placement.map_location, weights_only=True, mmap=mmap)
         except _FAILURES as error:
             if placement.failed or _is_innocent(error, scan):
                 raise

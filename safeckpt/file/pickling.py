@@ -142,6 +142,11 @@ def _rewrite(reduced: Any, change: Callable[[Any, Use], tuple[Any, int, tuple[in
     itemsize = dtype.itemsize
     use = Use.of(None if isinstance(storage, torch.UntypedStorage) else dtype, itemsize, offset, size, stride)
     storage, offset, stride = change(storage, use)
+    if function is _rebuild_tensor_v3 and rest[0]:
+        # torch.load puts a storage into a tensor that already requires grad, which torch forbids. As an attribute
+        # that is set on the finished tensor it can be loaded, by torch as well.
+        args = (storage, offset, size, stride, False, *rest[1:])
+        return _rebuild_from_type_v2, (function, torch.Tensor, args, {"requires_grad": True})
     return function, (storage, offset, size, stride, *rest)
 
 

@@ -6,6 +6,7 @@ import copyreg
 import pickle
 from typing import Any
 
+from torch._tensor import _rebuild_from_type_v2
 from torch._weights_only_unpickler import _get_allowed_globals, _get_user_allowed_globals
 
 from safeckpt.file.pickling import pickle_payload
@@ -50,7 +51,9 @@ def parts_of(value: Any) -> list[tuple[str, Any]]:
     reduced = reducer(value) if reducer else value.__reduce_ex__(2)
     if isinstance(reduced, str):
         return []
-    _, args, *rest = reduced
+    function, args, *rest = reduced
+    if function is _rebuild_from_type_v2:  # a tensor: what it is made of was looked at, its attributes were not
+        args, rest = (), [args[3]]
     parts = [(f".__reduce_ex__(2)[1][{index}]", arg) for index, arg in enumerate(args) if not isinstance(arg, type)]
     state = rest[0] if rest else None
     if isinstance(state, dict):

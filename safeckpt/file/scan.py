@@ -28,7 +28,9 @@ _HASH_MODULUS: Final = (1 << 61) - 1  # integers below are their own hash in CPy
 
 _SETTABLE = frozenset({"dict", "collections.OrderedDict", "collections.Counter"})
 _PLAIN = frozenset({"tuple", "list", "dict", "set", "global", "storage"})
-_UNHASHABLE = frozenset({"list", "dict", "set", "collections.OrderedDict", "collections.Counter", "builtins.bytearray"})
+_UNHASHABLE = frozenset(
+    {"list", "dict", "set", "builtins.set", "collections.OrderedDict", "collections.Counter", "builtins.bytearray"}
+)
 _HASHING = frozenset({"builtins.set", "collections.OrderedDict", "collections.Counter"})
 _EMPTY = Value("tuple")
 

@@ -177,5 +177,7 @@ def source_of(f: str | os.PathLike[str] | IO[bytes]) -> Source:
     if isinstance(f, (str, os.PathLike)):
         path = os.fspath(f)
         return Source(open(path, "rb", buffering=0), path, owned=True)  # noqa: PTH123  closed by its owner
+    if isinstance(f, io.BufferedRandom):
+        f.flush()  # what was written to it and is not in the file yet
     name = getattr(f, "name", None)
     return Source(f, name if isinstance(name, str) else f"<{type(f).__name__}>", owned=False)

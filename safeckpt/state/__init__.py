@@ -5,11 +5,12 @@ from safeckpt.state.finite import Baseline, Verdict, guard_from_record
 from safeckpt.state.gradients import Gradients
 from safeckpt.state.guard import Guard, NonFiniteTensor, check_gradients, find_nonfinite, nonfinite_loss
 from safeckpt.state.registry import register, uncaptured
-from safeckpt.state.snapshot import Plan, Snapshot, capture, plan
+from safeckpt.state.snapshot import RESERVED_KEY, Plan, Snapshot, capture, plan
 from safeckpt.state.staging import Staging
 from safeckpt.state.tree import copy_tree, to_cpu
 
 __all__ = [
+    "RESERVED_KEY",
     "Baseline",
     "Component",
     "Gradients",

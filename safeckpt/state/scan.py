@@ -92,8 +92,13 @@ def _entries(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tenso
     elif is_traceable_wrapper_subclass(tensor) and not tensor.is_nested:
         for attribute in tensor.__tensor_flatten__()[0]:
             yield from _entries(f"{name}.{attribute}", getattr(tensor, attribute))
+    elif tensor.is_nested or nn.parameter.is_lazy(tensor):
+        yield name, tensor
     else:
-        yield name, tensor if tensor.is_nested or nn.parameter.is_lazy(tensor) else tensor.as_subclass(torch.Tensor)
+        try:
+            yield name, tensor.as_subclass(torch.Tensor)
+        except (NotImplementedError, RuntimeError, TypeError) as error:
+            raise _not_examined(name, f"type {type(tensor).__qualname__}", str(error)) from error
 
 
 def _values(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -108,7 +113,7 @@ def _values(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
     if not (t.is_floating_point() or t.is_complex()) or str(t.dtype) in _ALWAYS_FINITE:
         return None
     if t.is_nested or t.layout in _COMPRESSED:
-        t = t.values()
+        t = t.values().detach()  # as a view of a compressed tensor it could not be viewed again
     elif t.layout is torch.sparse_coo:
         t = t._values()  # values() demands a coalesced tensor, and coalescing copies
     elif t.is_mkldnn:
@@ -154,8 +159,16 @@ def _suspects(values: list[torch.Tensor]) -> list[int]:
     found: list[int] = []
     for batch, is_finite in zip(batches, finite, strict=True):
         if not is_finite:
-            found += batch if len(batch) == 1 else [i for i in batch if _suspects([values[i]])]
+            found += batch if len(batch) == 1 else [batch[i] for i in _bad_members([values[i] for i in batch])]
     return found
+
+
+def _bad_members(values: list[torch.Tensor]) -> list[int]:
+    """Return which of the tensors hold elements that are not finite."""
+    joint = _joined(values)
+    bad = (~torch.isfinite(joint if joint.dtype in _NATIVE else joint.to(torch.float32))).nonzero().flatten()
+    ends = torch.tensor([one.numel() for one in values], device=joint.device).cumsum(0)
+    return torch.searchsorted(ends, bad, right=True).unique().tolist()  # type: ignore[no-any-return]
 
 
 def _joined(values: list[torch.Tensor]) -> torch.Tensor:

@@ -33,6 +33,7 @@ __all__ = [
     "create",
     "listing",
     "make_directory",
+    "open_append",
     "open_directory",
     "replace",
     "sync",
@@ -45,6 +46,7 @@ __all__ = [
 _CLOEXEC = getattr(os, "O_CLOEXEC", 0)
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _BINARY = getattr(os, "O_BINARY", 0)
+_APPEND = os.O_RDWR | os.O_APPEND | os.O_CREAT | _BINARY
 
 # A virus scanner or a reader may hold the target open for a moment; only Windows refuses the replace for that.
 _REPLACE_WAITS_SECONDS = (0.01, 0.05, 0.2, 0.5) if sys.platform == "win32" else ()
@@ -222,19 +224,37 @@ def unlink_unclaimed(path: Path) -> bool:
     return True
 
 
-def append(path: Path, line: bytes) -> None:
-    """Append one line to a file, in one write; a cut line before it is ended first.
+def open_append(path: Path) -> tuple[Handle, int]:
+    """Open a file, made if need be, for `append`, and return it with its length."""
+    handle = Handle(path)
+    handle.open(_APPEND)
+    return handle, os.lseek(handle.fileno(), 0, os.SEEK_END)
+
+
+def append(target: Path | Handle, lines: bytes) -> None:
+    """Append whole lines to a file, in one write; a cut line before them is ended first.
+
+    Args:
+        target: A path; or what `open_append` returned, which saves most of the time when there are many calls.
+        lines: Ending with a newline.
 
     Raises:
-        OSError: Nothing, or a part of the line that the next call will end, was written.
+        OSError: Nothing, or a part that the next call will end, was written.
     """
-    with Handle(path) as handle:
-        handle.open(os.O_RDWR | os.O_APPEND | os.O_CREAT | _BINARY)
-        descriptor = handle.fileno()
-        end = os.lseek(descriptor, 0, os.SEEK_END)
-        if end:
-            os.lseek(descriptor, end - 1, os.SEEK_SET)
-            if os.read(descriptor, 1) != b"\n":
-                line = b"\n" + line
-        if os.write(descriptor, line) != len(line):
-            raise OSError(errno.ENOSPC, "only a part of the line was written", str(path))
+    if isinstance(target, Handle):
+        _append(target, lines)
+        return
+    with Handle(target) as handle:
+        handle.open(_APPEND)
+        _append(handle, lines)
+
+
+def _append(handle: Handle, lines: bytes) -> None:
+    descriptor = handle.fileno()
+    end = os.lseek(descriptor, 0, os.SEEK_END)
+    if end:
+        os.lseek(descriptor, end - 1, os.SEEK_SET)
+        if os.read(descriptor, 1) != b"\n":
+            lines = b"\n" + lines
+    if os.write(descriptor, lines) != len(lines):
+        raise OSError(errno.ENOSPC, "only a part of the line was written", str(handle.path))

@@ -48,13 +48,12 @@ class WriterLock:
         self.directory = Path(directory).absolute()
         self.timeout_seconds = timeout_seconds
         self._lock: filelock.BaseFileLock | None = None
-        self._owner_pid: int | None = None
         self._identity: tuple[int, int] | None = None
 
     @property
     def held(self) -> bool:
         """Whether this process took the lock and did not release it; `check` tells whether it is still worth it."""
-        return self._lock is not None and self._owner_pid == os.getpid() and self._lock.is_locked
+        return self._lock is not None and self._lock.is_locked  # filelock knows about forks
 
     def acquire(self) -> None:
         """Take the lock; one that is held already is checked.
@@ -71,7 +70,6 @@ class WriterLock:
         # Kept before it is taken: an interrupt at any moment leaves something that release() can release.
         # thread_local=False: a background thread may release what the training loop took.
         # preserve_lock_file=True: no deletion on Windows, and no fall-back to a marker file, which a kill leaves.
-        self._owner_pid = os.getpid()
         self._lock = filelock.FileLock(
             self.directory / names.LOCK,
             thread_local=False,

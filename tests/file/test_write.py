@@ -248,7 +248,9 @@ def test_raw_sink_that_would_block_is_an_error():
         write_file({"a": 1}, Full(1))
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt(), ValueError("own")], ids=repr)
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), KeyboardInterrupt(), ValueError("own")], ids=repr
+)
 @pytest.mark.parametrize("after", [0, 1, 3, 6])
 def test_error_of_the_sink_surfaces_unchanged_and_no_thread_is_left(error, after):
     """Whatever write() raises reaches the caller as the same object, and the next write works."""

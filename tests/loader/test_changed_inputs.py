@@ -43,7 +43,7 @@ def halfway(**options):
 CHANGES = {
     "dataset length": ({}, {"length": 60}, ["dataset length: 50 in the saved state, 60 now"]),
     "batch size": ({}, {"batch_size": 8}, ["batch size: 4 in the saved state, 8 now (convert=('batch_size',)"]),
-    "batching": ({}, {"batch_size": None}, ["batch size: 4 in the saved state, None now"]),
+    "batching": ({}, {"batch_size": None}, ["batch size: 4 in the saved state, None now", "sampler class"]),
     "drop_last": ({}, {"drop_last": True}, ["drop_last: False in the saved state, True now"]),
     "sampler class": (
         {"shuffle": True},

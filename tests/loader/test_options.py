@@ -6,6 +6,7 @@ import functools
 import gc
 import multiprocessing
 import random
+import time
 import warnings
 import weakref
 
@@ -38,7 +39,6 @@ OPTIONS = {
     "persistent": {"workers": 2, "persistent_workers": True},
     "prefetch": {"workers": 2, "prefetch_factor": 5},
     "timeout": {"workers": 2, "timeout": 60},
-    "forkserver": {"workers": 1, "multiprocessing_context": "forkserver"},
     "spawn": {"workers": 1, "multiprocessing_context": multiprocessing.get_context("spawn"), "persistent_workers": True},
 }
 
@@ -161,7 +161,7 @@ class Many(Dataset):
         Many,
         lambda: random_split(Augmented(), [10, 3], generator=torch.Generator().manual_seed(1))[0],
         lambda: ConcatDataset([Augmented(5), Augmented(6)]),
-        lambda: {float: [float(i)] for i in range(9)} and [[float(i)] for i in range(9)],
+        lambda: [[float(i)] for i in range(9)],
     ],
     ids=["getitems", "random_split", "concat", "list"],
 )
@@ -207,30 +207,28 @@ def test_pin_memory_is_passed_on():
             assert len(list(loader)) == 4
 
 
-def test_timeout_of_a_worker_is_raised_and_resumes_with_that_batch():
+def test_timeout_of_a_worker_is_raised_and_resumes_with_that_batch(tmp_path):
     """A batch that takes too long is an error from torch and was not handed out."""
-    context = multiprocessing.get_context("fork")
-    stuck = context.Event()
+    ready = tmp_path / "ready"
 
     def wait(rows):
-        if rows[0][0] == 6.0 and get_worker_info() is not None:
-            stuck.wait()
+        while rows[0][0] == 6.0 and get_worker_info() is not None and not ready.exists():
+            time.sleep(0.01)
         return collate(rows)
 
     options = {"workers": 1, "collate_fn": wait, "timeout": 1, "multiprocessing_context": "fork"}
     loader = ResumableLoader(dataloader("sequential", **options), seed=1)
-    seen = []
-    try:
-        with pytest.raises(RuntimeError, match="timed out"):
-            seen.extend(loader)  # pytest.raises ends the exception, the position is still looked at in its handler
-        raise KeyboardInterrupt
-    except KeyboardInterrupt:
-        state = loader.state_dict()
-    stuck.set()
+    it = iter(loader)
+    seen = [next(it), next(it)]
+    with pytest.raises(RuntimeError, match="timed out"):
+        next(it)
+    state = loader.state_dict()
+    ready.touch()
+    seen += it  # the worker was only late: nothing is lost when the same iterator goes on
+    whole = list(ResumableLoader(dataloader("sequential"), seed=1))
     assert (state["epoch"], state["batch"]) == (0, 2)
-    assert resumed(lambda: dataloader("sequential"), state, epochs=1) == [
-        list(ResumableLoader(dataloader("sequential"), seed=1))[2:]
-    ]
+    assert resumed(lambda: dataloader("sequential"), state, epochs=1) == [whole[2:]]
+    assert seen == whole
 
 
 def test_attributes_of_the_wrapped_loader_are_found():
@@ -297,8 +295,8 @@ class Overriding(DataLoader):
         (lambda: [1, 2], TypeError, "takes a torch.utils.data.DataLoader, or a loader with state_dict.*got list"),
         (lambda: Overriding([1]), TypeError, "Overriding iterates in its own way"),
         (lambda: DataLoader([1], num_workers=1, in_order=False), ValueError, "in_order=False"),
-        (lambda: DataLoader(IterableWrapper([1])), TypeError, "IterableWrapper.* is a DataPipe"),
-        (lambda: DataLoader(SequenceWrapper([1])), TypeError, "SequenceWrapper.* is a DataPipe"),
+        (lambda: DataLoader(IterableWrapper([1])), TypeError, "the dataset is a DataPipe"),
+        (lambda: DataLoader(SequenceWrapper([1])), TypeError, "the dataset is a DataPipe"),
     ],
 )
 def test_loader_that_has_no_position_to_keep_is_refused(make, error, part):

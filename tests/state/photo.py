@@ -48,7 +48,7 @@ def streams():
     """Return the state of every process-wide random stream."""
     return {
         "python": random.getstate(),
-        "numpy": repr(np.random.get_state(legacy=False)),
+        "numpy": _numbers(np.random.get_state(legacy=False)),
         "torch": torch.get_rng_state().numpy().tobytes(),
     }
 
@@ -131,8 +131,14 @@ def _position(generator):
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, np.random.RandomState):
-        return repr(generator.get_state(legacy=False))
-    return repr(getattr(generator, "bit_generator", generator).state)
+        return _numbers(generator.get_state(legacy=False))
+    return _numbers(getattr(generator, "bit_generator", generator).state)
+
+
+def _numbers(state):
+    if isinstance(state, dict):
+        return {key: _numbers(value) for key, value in state.items()}
+    return state.tobytes() if isinstance(state, np.ndarray) else state
 
 
 def changes(before, after):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -20,4 +21,16 @@ def public_path() -> Iterator[Path]:
     path.chmod(0o755)
     yield path
     path.chmod(0o700)
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def quick_path(tmp_path: Path) -> Iterator[Path]:
+    """A directory in memory where there is one: for thousands of syncs whose effect on a disk is not the question."""
+    memory = Path("/dev/shm")
+    if not os.access(memory, os.W_OK):
+        yield tmp_path
+        return
+    path = Path(tempfile.mkdtemp(dir=memory))
+    yield path
     shutil.rmtree(path)

@@ -1,0 +1,259 @@
+"""A file made to do harm is refused in bounded time and memory, and nothing of it is executed."""
+
+import io
+import os
+import struct
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from safeckpt.errors import DamagedCheckpointError, LoadError, UntrustedTypeError
+from safeckpt.file import archive, open_file
+from safeckpt.file.checksum import CrcPool
+from safeckpt.file.write import _Writer
+from tests.file import test_scan as op
+
+PROTO, STOP = op.PROTO, op.STOP
+
+
+def plain_file(pickle_bytes, records=(("data/0", bytes(16)),), **options):
+    """Return a file as plain torch would write it, with any pickle and records."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", options.get("method", zipfile.ZIP_STORED)) as out:
+        out.writestr("archive/data.pkl", pickle_bytes)
+        for name, data in (*records, ("version", b"3\n"), ("byteorder", b"little")):
+            out.writestr(f"archive/{name}", data)
+    return buffer.getvalue()
+
+
+def own_file(pickle_bytes, contents=(bytes(16),)):
+    """Return a file with a trailer that is right, as anyone who can run this library can make one."""
+    buffer = io.BytesIO()
+    names = archive.record_names(len(contents), header=False, packs=False)
+    with CrcPool() as pool:
+        _Writer(buffer, pool).write(names, [pickle_bytes, b"1", b"64", b"little", *contents, b"3\n"])
+    return buffer.getvalue()
+
+
+def load(data, *, mmap=False, tmp_path=None):
+    """Verify and load, as the drop-in does."""
+    source = io.BytesIO(data)
+    if mmap:
+        source = tmp_path / "hostile.pt"
+        source.write_bytes(data)
+    with open_file(source) as file:
+        file.verify()
+        return file.load(mmap=mmap)
+
+
+def pickled(body):
+    return PROTO + body + STOP
+
+
+COLLIDING = [(7 + index * ((1 << 61) - 1)).to_bytes(10, "little", signed=True) for index in range(20_000)]
+INDICES = op.tensor(size=(1, 2), stride=(2, 1), numel=2).replace(b"FloatStorage", b"LongStorage")
+VALUES = op.tensor(size=(2,)).replace(op.text("0"), op.text("1"))
+LAYOUT = b"ctorch.serialization\n_get_layout\n(" + op.text("torch.sparse_coo") + b"tR"
+SIZE = b"(" + op.number(3) + b"t"
+SPARSE = b"ctorch._utils\n_rebuild_sparse_tensor\n(" + LAYOUT + b"(" + INDICES + VALUES + SIZE + b"ttR"
+DOUBLED = b"N" + b"q\x00h\x00\x86" * 60
+PICKLES = {
+    "putenv": (b"cos\nputenv\n(" + op.text("SAFECKPT_WAS_OWNED") + op.text("1") + b"tR", UntrustedTypeError),
+    "eval": (b"c__builtin__\neval\n(" + op.text("1") + b"tR", UntrustedTypeError),
+    "getattr": (b"c__builtin__\ngetattr\n(" + op.text("x") + b"tR", UntrustedTypeError),
+    "torch.load": (b"ctorch\nload\n(" + op.text("/etc/passwd") + b"tR", UntrustedTypeError),
+    "deep key": (b"}" + b"N" + b"\x85" * 1_000_000 + b"Ns", DamagedCheckpointError),
+    "deep value": (b"N" + b"\x85" * 1_000_000, DamagedCheckpointError),
+    "shared key": (b"}" + DOUBLED + b"Ns", DamagedCheckpointError),
+    "memory": (b"c__builtin__\nbytearray\n(" + op.number(2**31 - 1) + b"tR", DamagedCheckpointError),
+    "memory by tensor": (b"ctorch\nFloatTensor\n(" + op.number(2**31 - 1) + b"tR", DamagedCheckpointError),
+    "collisions": (b"}(" + b"".join(b"\x8a\x0a" + key + b"N" for key in COLLIDING) + b"u", DamagedCheckpointError),
+    "storage too small": (op.tensor(size=(1 << 20,), numel=1 << 20), DamagedCheckpointError),
+    "outside the storage": (op.tensor(offset=100), DamagedCheckpointError),
+    "negative offset": (op.tensor(offset=-4), DamagedCheckpointError),
+    "negative stride": (op.tensor(stride=(-1,)), DamagedCheckpointError),
+    "overflow": (op.tensor(size=(2**30, 2**30, 2**30), stride=(2**30, 2**30, 1)), DamagedCheckpointError),
+    "missing record": (op.tensor().replace(op.text("0"), op.text("7")), DamagedCheckpointError),
+    "record outside": (op.tensor().replace(op.text("0"), op.text("../../x")), DamagedCheckpointError),
+    "unknown device": (op.tensor().replace(op.text("cpu"), op.text("moon")), DamagedCheckpointError),
+    "no storage": (op.text("0") + b"Q", DamagedCheckpointError),
+    "unknown opcode": (b"\x95" + bytes(8) + b"N", DamagedCheckpointError),
+    "empty": (b"", DamagedCheckpointError),
+    "bad sparse indices": (SPARSE, DamagedCheckpointError),
+}
+CONTENTS = {"bad sparse indices": (struct.pack("<qq", 0, 1 << 40), bytes(16))}
+
+
+@pytest.mark.parametrize("kind", ["plain", "own", "mapped"])
+@pytest.mark.parametrize("name", PICKLES)
+def test_hostile_pickle_is_refused(name, kind, tmp_path):
+    """Each is refused by its kind of error, whether the file has a right digest or none, mapped or read."""
+    body, error = PICKLES[name]
+    contents = CONTENTS.get(name, (bytes(16),))
+    if kind == "plain":
+        data = plain_file(pickled(body), [(f"data/{key}", content) for key, content in enumerate(contents)])
+    else:
+        data = own_file(pickled(body), contents)
+    start = time.process_time()
+    with pytest.raises(error) as caught:
+        load(data, mmap=kind == "mapped", tmp_path=tmp_path)
+    assert isinstance(caught.value, LoadError)
+    assert time.process_time() - start < 20
+    assert "SAFECKPT_WAS_OWNED" not in os.environ
+
+
+def test_the_files_of_these_tests_load_when_they_are_honest(tmp_path):
+    """What the tests above change is otherwise a file that loads."""
+    for data in (plain_file(pickled(op.tensor())), own_file(pickled(op.tensor()))):
+        assert load(data).tolist() == [0.0] * 4
+        assert load(data, mmap=True, tmp_path=tmp_path).tolist() == [0.0] * 4
+
+
+def test_untrusted_type_is_named_with_what_to_do():
+    """The error says which type, that nothing ran, and how to allow it."""
+    with pytest.raises(UntrustedTypeError) as caught:
+        load(own_file(pickled(b"cmy.module\nConfig\n)R")))
+    assert caught.value.type_name == "my.module.Config"
+    assert "nothing of it was executed" in str(caught.value)
+    assert "add_safe_globals([my.module.Config])" in str(caught.value)
+
+
+def zip_of(records, *, tweak=lambda _: None):
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as out:
+        for name, data in records:
+            info = zipfile.ZipInfo(name)
+            tweak(info)
+            out.writestr(info, data)
+    return buffer.getvalue()
+
+
+GOOD = [("archive/data.pkl", pickled(op.tensor())), ("archive/data/0", bytes(16)), ("archive/version", b"3\n")]
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name:UserWarning")
+@pytest.mark.parametrize(
+    ("why", "records"),
+    [
+        ("name", [*GOOD, ("archive/../../etc/passwd", b"x")]),
+        ("name", [*GOOD, ("archive/data\\0", b"x")]),
+        ("name", [*GOOD, ("loose", b"x")]),
+        ("name", [*GOOD, ("archive//x", b"x")]),
+        ("name", [*GOOD, ("archive/dir/", b"")]),
+        ("two records", [*GOOD, ("archive/data/0", bytes(16))]),
+        ("no torch file", [*GOOD, ("other/data/0", bytes(16))]),
+        (r"no data\.pkl", [("archive/data/0", bytes(16))]),
+        ("TorchScript", [*GOOD, ("archive/constants.pkl", b"x")]),
+        ("data/0", [("archive/data.pkl", pickled(op.tensor()))]),
+        ("has 12 bytes", [GOOD[0], ("archive/data/0", bytes(12))]),
+    ],
+)
+def test_archive_that_torch_would_misread_is_refused(why, records):
+    """Names that lead outside, duplicates, other folders, missing records and other archives are refused."""
+    with pytest.raises(DamagedCheckpointError, match=why):
+        load(zip_of(records))
+
+
+def test_compressed_record_is_refused():
+    """A record that unpacks to a thousand times its size is not unpacked."""
+    data = plain_file(pickled(op.tensor()), [("data/0", bytes(100 << 20))], method=zipfile.ZIP_DEFLATED)
+    assert len(data) < 1 << 20
+    with pytest.raises(DamagedCheckpointError, match="compressed"):
+        load(data)
+
+
+def patched(data, offset_in_entry, value, name=b"archive/data/0"):
+    """Change a byte of the entry of a record in the table of contents."""
+    at = data.rindex(name) - 46
+    assert data[at : at + 4] == b"PK\x01\x02"
+    changed = bytearray(data)
+    changed[at + offset_in_entry] = value
+    return bytes(changed)
+
+
+@pytest.mark.parametrize(
+    ("why", "offset", "value"),
+    [
+        ("attributes", 38, 0x10),
+        ("encrypted", 8, 1),
+        ("not use", 8, 0x20),
+        ("compressed", 10, 8),
+        ("stored in", 24, 17),
+        ("overlap|table of contents", 42, 0),
+        ("attributes", 34, 1),
+    ],
+)
+def test_entry_that_torch_does_not_write_is_refused(why, offset, value):
+    """The bit that makes torch return unfilled memory, encryption, compression and wrong sizes are refused."""
+    data = zip_of(GOOD, tweak=lambda info: setattr(info, "external_attr", 0))
+    load(data)
+    with pytest.raises(DamagedCheckpointError, match=why):
+        load(patched(data, offset, value))
+
+
+def test_records_that_overlap_are_refused():
+    """Two names for one range of bytes would let a small file claim a large state."""
+    data = zip_of([*GOOD, ("archive/data/1", bytes(16))], tweak=lambda info: setattr(info, "external_attr", 0))
+    first = data.index(b"archive/data/0") - 30
+    at = data.rindex(b"archive/data/1") - 46 + 42
+    with pytest.raises(DamagedCheckpointError, match="overlap"):
+        load(data[:at] + struct.pack("<I", first) + data[at + 4 :])
+
+
+def test_directory_that_claims_more_entries_than_it_has_is_refused():
+    """The number of records is bounded by the bytes there are for them."""
+    data = zip_of(GOOD)
+    at = len(data) - 22
+    with pytest.raises(DamagedCheckpointError):
+        load(data[: at + 8] + b"\xfe\xff\xfe\xff" + data[at + 12 :])
+
+
+LIMITED = """
+import resource, sys
+from safeckpt.errors import LoadError
+from safeckpt.file import open_file
+import torch
+resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[2]),) * 2)
+for path in sys.argv[3:]:
+    try:
+        with open_file(path) as file:
+            file.verify()
+            file.load(mmap=sys.argv[1] == "mmap")
+    except LoadError as error:
+        print(type(error).__name__)
+    else:
+        print("loaded", path)
+"""
+
+
+@pytest.mark.parametrize("mode", ["mmap", "read"])
+def test_hostile_files_are_refused_within_a_limit_of_memory(tmp_path, mode):
+    """In a process that may use little more memory than torch itself, every file is refused and none kills it."""
+    paths = []
+    for name, (body, _) in PICKLES.items():
+        for kind, make in (("plain", plain_file), ("own", own_file)):
+            contents = CONTENTS.get(name, (bytes(16),))
+            given = [(f"data/{key}", content) for key, content in enumerate(contents)] if kind == "plain" else contents
+            path = tmp_path / f"{name}-{kind}.pt".replace(" ", "-")
+            path.write_bytes(make(pickled(body), given))
+            paths.append(path)
+    status = Path("/proc/self/status").read_text("ascii").splitlines()
+    virtual = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmSize"))
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, mode, str(virtual + (1 << 30)), *paths],
+        capture_output=True, text=True, timeout=250, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(done.stdout.split()) == len(paths), done.stdout
+    assert "loaded" not in done.stdout
+
+
+def test_bomb_of_many_references_to_one_storage_loads_in_time():
+    """A tensor of 10**12 elements over 16 bytes is a view; loading it touches nothing."""
+    got = load(own_file(pickled(op.tensor(size=(2**30, 2**10), stride=(0, 0)))))
+    assert got.shape == (2**30, 2**10)
+    assert got.untyped_storage().nbytes() == 16

@@ -1,0 +1,144 @@
+"""A state of very many small tensors shares records between them, and gives each its own memory back."""
+
+import io
+import zipfile
+
+import pytest
+import torch
+
+from safeckpt.file import encode, open_file
+from safeckpt.file import views as views_module
+from safeckpt.file.pickling import pickle_payload
+from tests.file.same import assert_same
+from tests.file.states import loaded, torch_pickle, written
+
+MANY = 1500
+
+
+def many(count=MANY):
+    """Return many small tensors of several types and shapes, some of them parameters, and one large one."""
+    torch.manual_seed(0)
+    dtypes = [torch.float32, torch.int64, torch.bfloat16, torch.bool, torch.complex64]
+    state = {}
+    for index in range(count):
+        tensor = torch.randn(1 + index % 3, 1 + index % 5).mul(9).to(dtypes[index % len(dtypes)])
+        state[f"layer.{index}"] = tensor
+    state["scalar"] = torch.tensor(3.0)
+    state["parameter"] = torch.nn.Parameter(torch.ones(3))
+    state["leaf"] = torch.ones(3, requires_grad=True)
+    state["large"] = torch.randn(10_000)
+    state["empty"] = torch.zeros(0, 4)
+    return state
+
+
+def test_many_small_tensors_take_few_records_and_come_back():
+    """One record for each type, and values, types, shapes and flags as before, by torch as well."""
+    state = many()
+    data = written(encode(state))
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        assert archive.testzip() is None
+        assert len(archive.namelist()) < 20
+        assert "archive/safeckpt.packs" in archive.namelist()
+    assert_same(loaded(data), state)
+    for options in ({"weights_only": True}, {"weights_only": False}):
+        assert_same(torch.load(io.BytesIO(data), **options), state)
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_loaded_tensors_own_their_memory(tmp_path, mmap):
+    """No small tensor shares its storage with another one, so that it can be resized and saved alone."""
+    path = tmp_path / "many.pt"
+    path.write_bytes(written(many()))
+    with open_file(path) as file:
+        file.verify()
+        got = file.load(mmap=mmap)
+    small = [tensor for name, tensor in got.items() if name not in ("large", "empty")]
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in small)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in small}) == len(small)
+    assert_same(got, many())
+
+
+def test_mapping_onto_devices_keeps_working():
+    """A device, a mapping or a function for map_location changes nothing about it."""
+    data = written(many())
+    for location in ("cpu", torch.device("cpu"), {"cpu": "cpu"}, lambda storage, _: storage, lambda *_: None):
+        got = loaded(data, map_location=location)
+        assert_same(got, many())
+        assert got["layer.1"].untyped_storage().nbytes() == got["layer.1"].nbytes
+    meta = loaded(data, map_location="meta")
+    assert meta["layer.7"].shape == many()["layer.7"].shape
+
+
+def test_tied_small_tensors_stay_tied():
+    """A small storage that two tensors share is not put together with others."""
+    state = many()
+    shared = torch.arange(3.0)
+    state |= {"a": shared, "b": shared.view(3, 1), "c": shared[:2]}
+    got = loaded(written(encode(state)))
+    got["a"][0] = 9
+    assert got["b"][0, 0] == got["c"][0] == 9
+
+
+def test_same_tensor_under_two_names_stays_one_object():
+    """Identity of small tensors is kept."""
+    state = many()
+    state["again"] = state["layer.0"]
+    got = loaded(written(encode(state)))
+    assert got["again"] is got["layer.0"]
+
+
+def test_tensors_inside_containers_and_attributes_are_found():
+    """Small tensors own their memory wherever they are in the tree."""
+    state = {"list": list(many().values()), "tuple": ({"x": [torch.ones(2)]},), 1: {torch.Size([1]): torch.ones(3)}}
+    state["tagged"] = torch.ones(4)
+    state["tagged"].tag = torch.zeros(5)
+    got = loaded(written(encode(state)))
+    assert_same(got, state)
+    found = [*got["list"], got["tuple"][0]["x"][0], got[1][torch.Size([1])], got["tagged"], got["tagged"].tag]
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in found)
+
+
+def test_fewer_small_tensors_are_written_as_torch_does():
+    """Below the limit nothing is put together, and the pickle is torch's."""
+    state = many(500)
+    pickled = pickle_payload(state)
+    assert not pickled.packed
+    assert pickled.data == torch_pickle(state)
+
+
+def test_records_of_small_tensors_are_bounded(monkeypatch):
+    """What a plain torch.load of one tensor keeps alive is bounded, and order is that of the state."""
+    monkeypatch.setattr(views_module, "_PACK_BYTES", 4096)
+    state = many()
+    pickled = pickle_payload(state)
+    assert len(pickled.packed) > 5
+    assert all(pickled.contents[index].nbytes <= 4096 for index in pickled.packed)
+    assert_same(loaded(written(state)), state)
+
+
+def test_bytes_are_deterministic():
+    """Two saves of the same state are equal, and a loaded state saves to the same bytes again."""
+    data = written(many())
+    assert written(many()) == data
+    assert written(loaded(data)) == data
+
+
+def test_damage_in_a_shared_record_is_found():
+    """The record that holds many tensors is named like any other."""
+    data = bytearray(written(many()))
+    with open_file(io.BytesIO(data)) as file:
+        entry = file.check_structure().find("data/0")
+    data[entry.data_offset + 5] ^= 1
+    from safeckpt.errors import DamagedCheckpointError
+
+    with pytest.raises(DamagedCheckpointError) as caught:
+        loaded(bytes(data))
+    assert caught.value.record == "data/0"
+
+
+def test_list_of_shared_records_that_lies_is_damage():
+    """The list of records with many tensors has to be a list of keys."""
+    data = written(many())
+    with open_file(io.BytesIO(data)) as file:
+        entry = file.check_structure().find("safeckpt.packs")
+    assert data[entry.data_offset : entry.data_offset + entry.size] == b"[0,1,2,3,4]\n"

@@ -1,0 +1,101 @@
+"""Processes really killed in the middle of an epoch, and resumed by fresh ones with other numbers of workers."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from safeckpt.state.generators import RngStreams
+from tests.loader.runner import POSITIONS
+from tests.loader.workloads import ORDERS, Augmented, dataloader
+
+ROOT = Path(__file__).parents[2]
+FEW = ("shuffle", "replacement, own generator", "custom batches")
+
+
+def start(mode, folder, workers, cases, persistent=False):
+    arguments = [mode, str(folder), str(workers), json.dumps(list(cases)), "persistent" if persistent else "anew"]
+    command = [sys.executable, "-m", "tests.loader.runner", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """What every case sees in a run that is never interrupted and has no workers."""
+    folder = tmp_path_factory.mktemp("straight")
+    done = start("straight", folder, 0, [(order, "") for order in ORDERS])
+    assert done.returncode == 0, done.stderr
+    return (folder / "straight.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "persistent", "orders"),
+    [(0, 0, False, ORDERS), (4, 1, False, FEW), (1, 4, True, FEW), (4, 0, True, FEW[:1])],
+    ids=["0 to 0 workers", "4 to 1 workers", "1 to 4 persistent workers", "4 persistent to 0 workers"],
+)
+def test_killed_run_sees_the_batches_and_losses_of_the_uninterrupted_one(
+    before, after, persistent, orders, straight, tmp_path
+):
+    """First, middle, last batch and epoch border, each kind of sampler: lists of batches and losses are equal."""
+    (tmp_path / "straight.json").write_text(straight)
+    cases = list(itertools.product(orders, POSITIONS))
+    killed = start("killed", tmp_path, before, cases, persistent)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert len(list(tmp_path.glob("*.pt"))) == len(cases)
+    done = start("resumed", tmp_path, after, cases, persistent)
+    assert done.returncode == 0, done.stderr
+    resumed = json.loads((tmp_path / "resumed.json").read_text())
+    expected = {order: result["seen"] for order, result in json.loads(straight).items()}
+    wrong = [case for case in resumed if resumed[case] != expected[case.split(".")[0]]]
+    assert len(resumed) == len(cases)
+    assert wrong == []
+
+
+def bare_resume(make_before, make_after, position):
+    """Resume as scripts do: all streams restored as they were saved, batches skipped. Return (expected, resumed)."""
+    torch.manual_seed(0)
+    iterator = iter(make_before())
+    for _ in range(position):
+        next(iterator)
+    saved = RngStreams.capture()
+    expected = list(iterator)
+    RngStreams.apply(saved)
+    return expected, list(itertools.islice(make_after(), position, None))
+
+
+def column(batches, name):
+    number = Augmented.COLUMNS.index(name)
+    return [row[number] for batch in batches for row in batch]
+
+
+@pytest.mark.parametrize("order", [order for order in ORDERS if order not in ("sequential", "list", "distributed")])
+def test_without_the_wrapper_the_order_is_another_one(order):
+    """A bare DataLoader that skips to its position draws a new order: each random sampler fails without us."""
+    make = functools.partial(dataloader, order)
+    if "own generator" in order or "stateful" in order:
+        kept = make()  # its sampler goes on where it is, as an object that was restored by itself would
+        expected, resumed = bare_resume(lambda: kept, lambda: kept, 2)
+    else:
+        expected, resumed = bare_resume(make, make, 2)
+    assert column(expected, "index") != column(resumed, "index")
+
+
+@pytest.mark.parametrize("name", Augmented.COLUMNS[1:])
+@pytest.mark.parametrize(("before", "after"), [(0, 0), (1, 1), (2, 2), (2, 1), (1, 4)])
+def test_without_the_wrapper_the_augmentation_is_another_one(name, before, after):
+    """With a sequential order, where batches agree, every stream of the augmentation differs after the resume."""
+    if name == "private numpy" and before == after:
+        pytest.skip("skipping by fetching moves a dataset's own generator as before, as long as the workers agree")
+    expected, resumed = bare_resume(
+        functools.partial(dataloader, "sequential", before), functools.partial(dataloader, "sequential", after), 2
+    )
+    assert column(expected, "index") == column(resumed, "index")
+    assert column(expected, name) != column(resumed, name)

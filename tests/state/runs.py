@@ -1,0 +1,135 @@
+"""Small training runs, and the proof that one resumed from a real file is the run that was never stopped."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+from torch import nn
+
+from safeckpt import CheckpointManager
+from safeckpt.state import capture, copy_tree, register
+from safeckpt.state.snapshot import RESERVED_KEY
+from tests.state.photo import likeness, streams
+
+
+class Net(nn.Module):
+    """Two layers, dropout and batch norm: something of everything that can be lost."""
+
+    def __init__(self, bias=True):
+        super().__init__()
+        self.first = nn.Linear(4, 6, bias=bias)
+        self.norm = nn.BatchNorm1d(6, affine=bias)
+        self.drop = nn.Dropout(0.25)
+        self.last = nn.Linear(6, 3, bias=bias)
+
+    def forward(self, x):
+        return self.last(self.drop(torch.tanh(self.norm(self.first(x)))))
+
+
+class SparseNet(nn.Module):
+    """One embedding with sparse gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(12, 3, sparse=True)
+
+    def forward(self, x):
+        return self.embedding((x[:, :2].abs() * 10).long() % 12).tanh().sum(dim=1)
+
+
+def seed(number):
+    torch.manual_seed(number)
+    np.random.seed(number)
+    random.seed(number)
+
+
+def batch(dtype=torch.float32):
+    """Draw a batch from all three streams, so that a run depends on each of them."""
+    x = torch.randn(8, 4, dtype=torch.float64) + np.random.rand() + random.random()
+    y = torch.randn(8, 3, dtype=torch.float64)
+    return x.to(dtype), y.to(dtype)
+
+
+def train_step(components, dtype=torch.float32):
+    """Do one step with everything that is among the components; return the loss as a float."""
+    model, optimizer, scheduler = (components.get(name) for name in ("model", "optimizer", "scheduler"))
+    x, y = batch(dtype)
+
+    def closure():
+        optimizer.zero_grad()
+        output = model(x)
+        if output.is_complex():
+            output = torch.view_as_real(output).sum(-1)
+        loss = ((output - y) ** 2).mean()
+        loss.backward()
+        return loss
+
+    loss = optimizer.step(closure).item()
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        scheduler.step(loss)
+    elif scheduler is not None:
+        scheduler.step()
+    return loss
+
+
+def run(components, steps, step=train_step):
+    return [step(components) for _ in range(steps)]
+
+
+def state_of(components):
+    """Return everything that a checkpoint of the components would hold, in comparable form."""
+    payload = capture(register(components)).payload
+    return likeness({key: value for key, value in payload.items() if key != RESERVED_KEY})
+
+
+def resumed(build, path, kill, more, *, step=train_step, build_again=None, between=None, late=False, **options):
+    """Train, save to a file, build everything anew from other seeds, restore; return all losses and the objects.
+
+    Args:
+        build_again: Builds the objects that take the state, when not `build` itself.
+        between: Is called with them before the restore.
+        late: Make the saving manager only after training.
+    """
+    seed(1)
+    components = build()
+    losses = run(components, kill if late else 0, step)
+    with CheckpointManager(path, components, **options) as manager:
+        losses += run(components, 0 if late else kill, step)
+        manager.save(kill)
+    seed(2)
+    components = (build_again or build)()
+    if between is not None:
+        between(components)
+    with CheckpointManager(path, components, **options) as manager:
+        manager.restore()
+    return losses + run(components, more, step), components
+
+
+def straight(build, steps, step=train_step):
+    seed(1)
+    components = build()
+    return run(components, steps, step), components
+
+
+def assert_resumes(build, path, *, kill=4, more=5, step=train_step, build_again=None, between=None, late=False):
+    """Assert that losses, final state and random streams of a resumed run equal those of one never stopped.
+
+    Every warning is an error in these tests, so a report of a hyper-parameter that did not change fails it too.
+    """
+    expected, never_stopped = straight(build, kill + more, step)
+    final, drawn = state_of(never_stopped), streams()
+    losses, components = resumed(
+        build, path, kill, more, step=step, build_again=build_again, between=between, late=late
+    )
+    assert losses == expected
+    assert streams() == drawn
+    if build_again is None:
+        assert state_of(components) == final
+    return components
+
+
+def payload_of(components):
+    """Return a payload of its own memory, as read from a file."""
+    return copy_tree(capture(register(components)).payload)
