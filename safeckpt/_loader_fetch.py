@@ -59,16 +59,21 @@ class _Seeded:
         """Return `work()`; in the training process every stream is afterwards where it was before."""
         if self._generators is None:
             self._generators = find_generators(self._roots)
-        if get_worker_info() is not None:
-            seed_streams(seed)
+        if get_worker_info() is None:
+            return self._run_apart(seed, work)
+        seed_streams(seed)
+        if self._generators:
             reseed(self._generators, seed)
-            return work()
-        private = [GeneratorComponent(path, generator) for path, generator in self._generators.items()]
+        return work()
+
+    def _run_apart(self, seed: int, work: Callable[[], T]) -> T:
+        private = [GeneratorComponent(path, generator) for path, generator in (self._generators or {}).items()]
         captured = [component.capture() for component in private]
         saved = save_streams()
         try:
             seed_streams(seed)
-            reseed(self._generators, seed)
+            if private:
+                reseed(self._generators or {}, seed)
             return work()
         finally:
             restore_streams(saved)

@@ -162,17 +162,12 @@ class Catalog:
         try:
             identity = _identity(path)
             known = self._verdicts.get(path)
-            if known is not None and known[0] == identity:
-                return known[1]
-            with _opened(path) as file:
-                _verified(file, step, path)
-            good = True
-        except LoadError:
-            good = False
-        except OSError:
+            if known is None or known[0] != identity:
+                known = (identity, _passes(path, step))
+                _remember(self._verdicts, path, known)
+        except (DamagedCheckpointError, OSError):
             return False
-        _remember(self._verdicts, path, (identity, good))
-        return good
+        return known[1]
 
     def wrote(self, step: int) -> None:
         """Note that this process has just written the file of a step, so that nobody has to read it to know."""
@@ -186,16 +181,23 @@ class Catalog:
         Raises:
             FormatVersionError: A file is of a newer format than this version reads.
         """
-        found = []
-        for step in self.directory.steps():
-            try:
-                found.append(self.peek(step))
-            except FormatVersionError:
-                raise
-            except FileNotFoundError:
-                continue  # pruned by its writer a moment ago
-            except LoadError as error:
-                skipped(self.directory.path_of(step), reason_of(error))
+        for _ in range(_MOST_RELISTINGS):
+            found: list[Checkpoint] = []
+            bad: list[tuple[Path, str]] = []
+            vanished = False
+            for step in self.directory.steps():
+                try:
+                    found.append(self.peek(step))
+                except FormatVersionError:
+                    raise
+                except FileNotFoundError:
+                    vanished = True  # pruned a moment ago by its writer, which has then committed a newer one
+                except LoadError as error:
+                    bad.append((self.directory.path_of(step), reason_of(error)))
+            if not vanished:
+                break
+        for path, reason in bad:
+            skipped(path, reason)
         return tuple(found)
 
     def good(self, rejected: dict[Path, str]) -> Iterator[tuple[CheckpointFile, Checkpoint]]:
@@ -284,6 +286,15 @@ def _verified(file: CheckpointFile, step: int, path: Path) -> Checkpoint:
     checkpoint = _described(file, step, path)
     file.verify()
     return checkpoint
+
+
+def _passes(path: Path, step: int) -> bool:
+    try:
+        with _opened(path) as file:
+            _verified(file, step, path)
+    except LoadError:
+        return False
+    return True
 
 
 def reason_of(error: LoadError) -> str:

@@ -45,6 +45,7 @@ from safeckpt.state import (
     Staging,
     Verdict,
     capture,
+    find_nonfinite,
     guard_from_record,
     nonfinite_loss,
     plan,
@@ -131,6 +132,10 @@ class CheckpointManager:
             raise TypeError(f"guard must be a Guard; got {type(guard).__name__}")
         if isinstance(max_rollbacks, bool) or not isinstance(max_rollbacks, int) or max_rollbacks < 1:
             raise ValueError(f"max_rollbacks must be an int, 1 or more; got {max_rollbacks!r}")
+        if not isinstance(async_save, bool):
+            raise TypeError(f"async_save must be True or False; got {async_save!r}")
+        if grads is not None and not isinstance(grads, bool):
+            raise TypeError(f"grads must be True, False or None; got {grads!r}")
         self._guard = guard
         self._grads = grads
         self._staging = Staging() if async_save else None
@@ -139,7 +144,6 @@ class CheckpointManager:
         self._max_rollbacks = max_rollbacks
         self._components = register(components)
         self._baseline = Baseline(self._components)
-        self._gradients = Gradients(self._components)
         self._lock = WriterLock(directory, lock_timeout_seconds)
         self._events = EventLog(self._files.path / "events.jsonl")
         self._replay = Replay(self._files.losses, on_replay_mismatch, self._event, lambda: self._lock.held)
@@ -155,6 +159,7 @@ class CheckpointManager:
         for line in uncaptured(components):
             warnings.warn(f"Not captured: {line}.", UncapturedStateWarning, stacklevel=2)
         self._signals = StopSignals(stop_signals)
+        self._gradients = Gradients(self._components)  # last: a manager that was refused leaves no hook behind
 
     @property
     def step(self) -> int:
@@ -268,8 +273,11 @@ class CheckpointManager:
         step = self._next_step(step)
         metrics = checked_metrics(metrics)
         bad_loss = nonfinite_loss(loss)
-        snapshot = capture(self._components, gradients=self._captured_gradients())
+        gradients = self._captured_gradients()
+        snapshot = capture(self._components, gradients=gradients)
         verdict = self._baseline.judge(snapshot.parts, self._guard)
+        grads = {f"{name}.grad": grad for name, grad in gradients.items()}  # the next step would use them
+        verdict.bad.extend(find_nonfinite(grads, allow=self._guard.allow_nonfinite))
         if bad_loss is not None or verdict.bad:
             raise self._refusal(step, loss, bad_loss, verdict)
         payload = encode(snapshot.payload, root="payload")
@@ -631,10 +639,10 @@ class CheckpointManager:
         """
         self._refuse_closed()
         self.wait()
+        left_out = self._batches_to_leave_out(skip_batches)
         failing, why = self._failed or (self._step + 1, "no save or step was refused")
         changes = changed or skip_batches > 0
         self._refuse_loop(failing, changes=changes)
-        left_out = self._batches_to_leave_out(skip_batches)
         if self._saved is None:
             raise CheckpointNotFoundError(directory=self._files.path)
         self._enter_directory()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 from collections.abc import Iterable
 from types import FrameType
 from typing import Any
@@ -13,29 +15,82 @@ __all__ = ["StopSignals"]
 class StopSignals:
     """Notes that one of the signals came, and calls the handler that was there before, if it was Python code.
 
+    A process that is forked from this one, such as a loader's worker, is ended by the signal as if nobody listened.
+
+    Attributes:
+        requested: Whether one of them has come.
+
     Args:
         signals: Signals to listen to; none leaves every handler alone.
 
     Raises:
-        ValueError: Not in the main thread, where Python allows handlers, or no such signal.
+        TypeError: What is given is no sequence of signals.
+        ValueError: There is no such signal, or none that a process can handle; or this is not the main thread, where
+            alone Python allows handlers.
     """
 
     def __init__(self, signals: Iterable[int]) -> None:
         self.requested = False
+        self._pid = os.getpid()
+        self._listening = True
         self._before: dict[int, Any] = {}
-        for number in signals:
-            self._before[number] = signal.signal(number, self._note)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.requested = True
-        before = self._before.get(number)
-        # SIG_DFL would kill the process before its checkpoint is written, which is what was to be prevented.
-        if callable(before) and before is not signal.default_int_handler:
-            before(number, frame)
+        numbers = _checked(signals)
+        if numbers and not _in_main_thread():
+            raise ValueError("stop_signals: Python allows signal handlers only in the main thread; build it there")
+        try:
+            for number in numbers:
+                self._before[number] = signal.signal(number, self._note)
+        except BaseException:
+            self.restore()
+            raise
 
     def restore(self) -> None:
-        """Put back the handlers that were there before, unless somebody has replaced ours since."""
-        for number, before in self._before.items():
+        """Put back the handlers that were there before, unless somebody has put another one on top of ours.
+
+        Ours then stays below it, passes signals on and listens no more.
+        """
+        self._listening = False
+        if not _in_main_thread():
+            return
+        for number, before in list(self._before.items()):
             if signal.getsignal(number) == self._note and before is not None:
                 signal.signal(number, before)
-        self._before.clear()
+                del self._before[number]
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if not self._hear(number, frame):
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    def _hear(self, number: int, frame: FrameType | None) -> bool:
+        """Note the signal and pass it on; return False when nobody wants it, so that its default is to happen."""
+        heard = self._listening and os.getpid() == self._pid
+        self.requested |= heard
+        before = self._before.get(number, signal.SIG_DFL)
+        below = getattr(before, "__self__", None)
+        if isinstance(below, StopSignals):
+            return below._hear(number, frame) or heard
+        # The default of SIGINT raises KeyboardInterrupt, that of SIGTERM kills: before the checkpoint is written,
+        # which is what was to be prevented.
+        if callable(before) and not (heard and before is signal.default_int_handler):
+            before(number, frame)
+            return True
+        return heard or before is not signal.SIG_DFL
+
+
+def _checked(signals: Any) -> list[int]:
+    wanted = "stop_signals takes signals that a process can handle, such as (signal.SIGTERM, signal.SIGUSR1)"
+    if isinstance(signals, str | bytes) or not isinstance(signals, Iterable):
+        raise TypeError(f"{wanted}; got {signals!r}")
+    numbers = list(signals)
+    never = {getattr(signal, name, None) for name in ("SIGKILL", "SIGSTOP")}
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise TypeError(f"{wanted}; got {number!r}")
+        if number not in signal.valid_signals() or number in never:
+            raise ValueError(f"{wanted}; got {number!r}")
+    return numbers
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

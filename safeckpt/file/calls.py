@@ -7,7 +7,7 @@ arguments are looked at as well: a tensor must lie inside its storage, memory mu
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
+from functools import lru_cache
 from typing import Any, Final
 
 import torch
@@ -15,6 +15,7 @@ import torch
 __all__ = ["MOST_DEPTH", "Claim", "PickleError", "Value", "depth_of", "result_of", "storage_dtype"]
 
 MOST_DEPTH: Final = 1000  # of nesting; Python hashes and frees nested tuples by recursion on the C stack
+_MOST_REPEATED: Final = 1 << 24  # elements of a broadcast tensor from which another one is made
 
 
 class PickleError(Exception):
@@ -47,11 +48,12 @@ class Value:
     """Stands for an object that would be built.
 
     Attributes:
-        kind: "tuple", "list", "dict", "set", "global", "storage", or the full name of what was called.
+        kind: "tuple", "list", "dict", "global", "storage", or the full name of what was called.
         depth: Levels of nesting in it.
         cost: Steps that hashing it takes; a shared part counts each time, since a hash is not remembered.
         items: Elements of a tuple or a list.
-        of: The name of a global, the claim of a storage.
+        of: The name of a global, the claim of a storage, of a tuple whether it holds nothing but numbers from 0 up,
+            of a tensor the number of its elements when that is more than its storage has.
     """
 
     __slots__ = ("cost", "depth", "items", "kind", "of")
@@ -69,10 +71,7 @@ def depth_of(value: Any) -> int:
     return value.depth if type(value) is Value else 0
 
 
-def _items(value: Any) -> tuple[Any, ...] | None:
-    return value.items if type(value) is Value and value.kind == "tuple" else None
-
-
+@lru_cache(maxsize=256)
 def storage_dtype(name: str) -> torch.dtype | None:
     """Return the element type of a storage class by its full name, None when it is no storage class."""
     module, _, kind = name.rpartition(".")
@@ -92,8 +91,8 @@ def result_of(name: str, args: tuple[Any, ...], depth: int) -> Value:
     """
     check = _CHECKS.get(name)
     if check is not None:
-        check(name, args)
-    elif name.endswith(("Storage", "Tensor")) and name.startswith("torch.") and args:
+        return Value(name, depth, of=check(name, args))
+    if args and name.endswith(("Storage", "Tensor")) and name.startswith("torch."):
         raise PickleError(f"it asks for a new {name} of a size that it chooses")
     return Value(name, depth)
 
@@ -108,44 +107,64 @@ def _check_encode(name: str, args: tuple[Any, ...]) -> None:
         raise PickleError("it holds bytes in an encoding that pickle does not use")
 
 
-def _check_strided(name: str, args: tuple[Any, ...]) -> None:
+def _numbers(value: Any) -> tuple[int, ...] | None:
+    """Return the elements of a tuple of whole numbers from 0 up, None for anything else."""
+    if type(value) is not Value or value.kind != "tuple":
+        return None
+    if value.of is None:
+        value.of = all(type(number) is int and number >= 0 for number in value.items)
+    return value.items if value.of else None
+
+
+def _check_strided(name: str, args: tuple[Any, ...]) -> int | None:
+    """Check that a tensor lies in its storage; return its number of elements if it repeats some of them."""
     if len(args) < 4:
         raise PickleError(f"it calls {name} with {len(args)} arguments")
     storage, offset, size, stride = args[:4]
-    extents, steps = _items(size), _items(stride)
+    extents, steps = _numbers(size), _numbers(stride)
     if type(storage) is not Value or storage.kind != "storage" or extents is None or steps is None:
         raise PickleError(f"it calls {name} with arguments that describe no tensor")
-    numbers = (offset, *extents, *steps)
-    if len(extents) != len(steps) or not all(type(number) is int and number >= 0 for number in numbers):
+    if type(offset) is not int or offset < 0 or len(extents) != len(steps):
         raise PickleError("a tensor has an impossible shape")
     claim: Claim = storage.of
+    itemsize = _v3_itemsize(args) if name == "torch._utils._rebuild_tensor_v3" else claim.dtype.itemsize
     have = claim.nbytes
-    itemsize: int = claim.dtype.itemsize
-    if name.endswith("_rebuild_tensor_v3"):
-        itemsize = _v3_itemsize(args)
-    last = offset + sum((extent - 1) * step for extent, step in zip(extents, steps, strict=True))
-    if 0 not in extents and (last + 1) * itemsize > have:
+    last, elements = offset, 1
+    for extent, step in zip(extents, steps, strict=True):
+        last += (extent - 1) * step
+        elements *= extent
+    if elements and (last + 1) * itemsize > have:
         raise PickleError(f"a tensor needs {(last + 1) * itemsize} bytes of data/{claim.key}, which has {have}")
-    if name.endswith("_rebuild_qtensor") and prod(extents) * itemsize > have:  # its memory is allocated first
+    repeats = elements * itemsize > have
+    if repeats and name == "torch._utils._rebuild_qtensor":  # torch allocates all of its elements first
         raise PickleError(f"a quantized tensor has more elements than data/{claim.key}")
+    return elements if repeats else None
 
 
 def _v3_itemsize(args: tuple[Any, ...]) -> int:
     dtype = args[6] if len(args) > 6 else None
-    found = (
-        getattr(torch, dtype.of.rpartition(".")[2], None) if type(dtype) is Value and dtype.kind == "global" else None
-    )
+    name = dtype.of.rpartition(".")[2] if type(dtype) is Value and dtype.kind == "global" else ""
+    found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise PickleError("a tensor has no known dtype")
     return found.itemsize
 
 
-def _check_from_type(name: str, args: tuple[Any, ...]) -> None:
+def _check_from_type(name: str, args: tuple[Any, ...]) -> Any:
     """A call inside a call: the first argument is called with the third."""
-    function, inner = (args[0], _items(args[2])) if len(args) == 4 else (None, None)
-    if type(function) is not Value or function.kind != "global" or inner is None:
+    function, inner = (args[0], args[2]) if len(args) == 4 else (None, None)
+    if type(function) is not Value or function.kind != "global" or type(inner) is not Value or inner.kind != "tuple":
         raise PickleError(f"it calls {name} with arguments that describe no tensor")
-    result_of(function.of, inner, 1)
+    return result_of(function.of, inner.items, 1).of
+
+
+def _check_parts(name: str, args: tuple[Any, ...]) -> None:
+    """Torch goes through all elements of the tensors that these are made from."""
+    for arg in args:
+        if type(arg) is Value and arg.kind == "tuple":
+            _check_parts(name, arg.items)
+        elif type(arg) is Value and type(arg.of) is int and arg.of > _MOST_REPEATED:
+            raise PickleError(f"it calls {name} with a tensor of {arg.of} elements in a small storage")
 
 
 _CHECKS = {
@@ -156,4 +175,7 @@ _CHECKS = {
     "torch._utils._rebuild_tensor_v3": _check_strided,
     "torch._utils._rebuild_qtensor": _check_strided,
     "torch._tensor._rebuild_from_type_v2": _check_from_type,
+    "torch._utils._rebuild_sparse_tensor": _check_parts,
+    "torch._utils._rebuild_nested_tensor": _check_parts,
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _check_parts,
 }

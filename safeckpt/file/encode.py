@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from safeckpt.errors import UnsavableStateError
+from safeckpt.file.collecting import no_collection
 from safeckpt.file.convert import EMPTY_BYTES, converted
 from safeckpt.file.cures import cure_for, special_reason
 from safeckpt.file.pickling import stored_dtype, use_of, used_storages
@@ -74,8 +75,9 @@ def encode(tree: Any, *, root: str = "obj") -> Any:
     """
     walker = _Walker()
     try:
-        walker.walk(tree, 0)
-        walker.check_shared_storages(tree)
+        with no_collection():
+            walker.walk(tree, 0)
+            walker.check_shared_storages(tree)
     except _RefusedError as refused:
         raise refused.error(root) from None
     return _Rebuild(walker.replaced).of(tree) if walker.replaced else tree

@@ -6,8 +6,9 @@ import json
 import mmap as mmap_module
 import os
 import pickle
+import sys
 import warnings
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -15,11 +16,13 @@ from torch._weights_only_unpickler import _get_user_allowed_globals
 
 from safeckpt.errors import DamagedCheckpointError, UntrustedTypeError
 from safeckpt.file.archive import PACKS_RECORD
+from safeckpt.file.collecting import no_collection
+from safeckpt.file.placing import Placement, Records, own_storages
 from safeckpt.file.scan import PickleError, UntrustedGlobalError, scan_pickle
-from safeckpt.file.unpack import own_storages
+from safeckpt.file.unpickle import is_simple, unpickle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from safeckpt.file.directory import Directory
     from safeckpt.file.scan import Scan
@@ -39,10 +42,36 @@ def load_records(source: Source, directory: Directory, map_location: Any, *, mma
     """Load everything; see :meth:`safeckpt.file.read.CheckpointFile.load`."""
     if torch.serialization._serialization_tls.skip_data:
         raise RuntimeError("inside torch.serialization.skip_data() a load would return memory that was never filled")
-    scan = scan_records(source, directory)
-    _check_devices(source, scan, map_location)
-    readable = _readable(source, mmap=mmap)
-    placement = _Placement(scan, _packed_keys(source, directory), map_location)
+    with no_collection():
+        data, scan = scan_records(source, directory)
+        _check_devices(source, scan, map_location)
+        placement = Placement(scan, _packed_keys(source, directory), map_location)
+        by_c = placement.shared_keys and _fits_the_fast_reader(source, directory, scan, placement)
+        readable = _readable(source, mmap=mmap)
+        with _modes(scan, mmap=mmap):
+            try:
+                if by_c:
+                    records = Records(source, directory, scan, placement, readable if mmap else None)
+                    return unpickle(data, scan, placement.shared_keys, records.storage)
+                loaded = torch.load(readable, placement.map_location, weights_only=True, mmap=mmap)
+            except _FAILURES as error:
+                if placement.failed or _is_innocent(error, scan):
+                    raise
+                raise _damaged(source, f"torch cannot load it: {_first_line(error)}", "data.pkl") from error
+        own_storages(loaded, placement.shared)
+        return loaded
+
+
+def _fits_the_fast_reader(source: Source, directory: Directory, scan: Scan, placement: Placement) -> bool:
+    order = directory.find("byteorder")
+    native = order is not None and source.read(order.data_offset, order.size) == sys.byteorder.encode("ascii")
+    faked = placement.meta or torch._guards.detect_fake_mode(None) is not None
+    return native and not faked and not scan.builds and is_simple(scan.globals)
+
+
+@contextmanager
+def _modes(scan: Scan, *, mmap: bool) -> Iterator[None]:
+    """Set what torch takes from global options, where the file makes it matter."""
     with ExitStack() as modes:
         # Torch checks the indices of sparse tensors only when asked to; bad ones read outside their memory.
         if any("sparse" in name for name in scan.globals):
@@ -56,18 +85,11 @@ def load_records(source: Source, directory: Directory, map_location: Any, *, mma
         if mmap and torch.serialization.get_default_mmap_options() != mmap_module.MAP_PRIVATE:
             # Through a shared mapping, training would write into the checkpoint.
             modes.enter_context(torch.serialization.set_default_mmap_options(mmap_module.MAP_PRIVATE))
-        try:
-            loaded = torch.load(readable, placement.map_location, weights_only=True, mmap=mmap)
-        except _FAILURES as error:
-            if placement.failed or _is_innocent(error, scan):
-                raise
-            raise _damaged(source, f"torch cannot load it: {_first_line(error)}", "data.pkl") from error
-    own_storages(loaded, placement.packed)
-    return loaded
+        yield
 
 
-def scan_records(source: Source, directory: Directory) -> Scan:
-    """Scan the pickle of a file, and compare what it says about storages with the records.
+def scan_records(source: Source, directory: Directory) -> tuple[bytes, Scan]:
+    """Return the pickle of a file and what is in it, once what it says about storages agrees with the records.
 
     Raises:
         DamagedCheckpointError: A safe load would not survive the pickle, or a record is missing or of another size.
@@ -76,8 +98,9 @@ def scan_records(source: Source, directory: Directory) -> Scan:
     entry = directory.find("data.pkl")
     if entry is None or entry.size > _MOST_PICKLE_BYTES:
         raise _damaged(source, "its pickle is missing, or larger than any state needs", "data.pkl")
+    data = source.read(entry.data_offset, entry.size)
     try:
-        scan = scan_pickle(source.read(entry.data_offset, entry.size))
+        scan = scan_pickle(data)
     except UntrustedGlobalError as error:
         raise UntrustedTypeError(path=source.path, type_name=error.name) from None
     except PickleError as error:
@@ -88,7 +111,7 @@ def scan_records(source: Source, directory: Directory) -> Scan:
         if size != claim.nbytes:
             has = "is missing" if size is None else f"has {size} bytes"
             raise _damaged(source, f"a tensor needs {claim.nbytes} bytes of a record which {has}", f"data/{key}")
-    return scan
+    return data, scan
 
 
 def _damaged(source: Source, reason: str, record: str) -> DamagedCheckpointError:
@@ -128,9 +151,12 @@ def _packed_keys(source: Source, directory: Directory) -> frozenset[str]:
     if entry is None:
         return frozenset()
     try:
-        return frozenset(str(key) for key in json.loads(source.read(entry.data_offset, entry.size)))
-    except (ValueError, TypeError):
-        raise _damaged(source, "the list of records with many tensors is not whole", PACKS_RECORD) from None
+        keys = json.loads(source.read(entry.data_offset, entry.size))
+    except ValueError:
+        keys = None
+    if type(keys) is not list or not all(type(key) is int for key in keys):
+        raise _damaged(source, "the list of records with many tensors is not whole", PACKS_RECORD)
+    return frozenset(map(str, keys))
 
 
 def _check_devices(source: Source, scan: Scan, map_location: Any) -> None:
@@ -151,29 +177,3 @@ def _check_devices(source: Source, scan: Scan, map_location: Any) -> None:
                 raise _damaged(source, f"it names a device {location!r}", "data.pkl") from None
         if str(target) not in ("cpu", "meta"):
             torch.serialization.default_restore_location(torch.UntypedStorage(0), str(target))
-
-
-class _Placement:
-    """Follows where torch puts each storage: which hold many tensors, and whether the caller's function failed."""
-
-    def __init__(self, scan: Scan, packed_keys: frozenset[str], map_location: Any) -> None:
-        self.packed: set[int] = set()
-        self.failed = False
-        self._keys: Iterator[str] = iter([key for key, claim in scan.claims.items() if claim.nbytes])
-        self._packed_keys = packed_keys
-        self._restore: Callable[[Any, str], Any] = torch.serialization._get_restore_location(map_location)
-        meta = torch.serialization._is_meta_location(map_location)
-        # Torch treats some values of map_location specially, so it is replaced only where there is a need to.
-        wrapped = (packed_keys and not meta) or callable(map_location)
-        self.map_location: Any = self._place if wrapped else map_location
-
-    def _place(self, storage: torch.UntypedStorage, location: str) -> Any:
-        try:
-            placed = self._restore(storage, location)
-        except BaseException:
-            self.failed = True
-            raise
-        # Torch asks once for each storage that is not empty, in the order in which the pickle refers to them.
-        if storage.nbytes() and next(self._keys, None) in self._packed_keys:
-            self.packed.add(placed._cdata)
-        return placed

@@ -53,7 +53,7 @@ def parts_of(value: Any) -> list[tuple[str, Any]]:
         return []
     function, args, *rest = reduced
     if function is _rebuild_from_type_v2:  # a tensor: what it is made of was looked at, its attributes were not
-        args, rest = (), [args[3]]
+        rest, args = list(args[3:]), ()
     parts = [(f".__reduce_ex__(2)[1][{index}]", arg) for index, arg in enumerate(args) if not isinstance(arg, type)]
     state = rest[0] if rest else None
     if isinstance(state, dict):

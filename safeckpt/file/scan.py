@@ -20,7 +20,7 @@ from torch._weights_only_unpickler import _blocklisted_modules, _get_allowed_glo
 
 from safeckpt.file.calls import MOST_DEPTH, Claim, PickleError, Value, depth_of, result_of, storage_dtype
 
-__all__ = ["PickleError", "Scan", "UntrustedGlobalError", "scan_pickle"]
+__all__ = ["PickleError", "Scan", "UntrustedGlobalError", "python3_name", "scan_pickle"]
 
 _MOST_HASH_STEPS: Final = 1_000_000
 _MOST_COLLISIONS: Final = 256  # keys of one file with the same hash
@@ -51,11 +51,20 @@ class Scan:
         claims: Storages by record key, in the order in which they are first referred to.
         globals: Full names of the classes and functions it asks for.
         protocol: Of the pickle.
+        builds: Whether it sets the state of objects, apart from attributes of an OrderedDict.
     """
 
     claims: dict[str, Claim] = field(default_factory=dict)
     globals: set[str] = field(default_factory=set)
     protocol: int = 0
+    builds: bool = False
+
+
+def python3_name(module: str, name: str) -> tuple[str, str]:
+    """Return module and name as Python 3 has them; protocol 2 uses those of Python 2."""
+    if (module, name) in NAME_MAPPING:
+        return NAME_MAPPING[module, name]
+    return IMPORT_MAPPING.get(module, module), name
 
 
 def scan_pickle(data: bytes) -> Scan:
@@ -85,6 +94,7 @@ class _Scanner:
         self._marks: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
         self._globals: dict[str, Value] = {}
+        self._references: dict[int, tuple[Any, Value]] = {}
         self._hashes: Counter[int] = Counter()
         self._hash_steps = 0
         self._allowed = _get_allowed_globals()
@@ -105,7 +115,10 @@ class _Scanner:
                     stack.append(memo[data[at]])
                     at += 1
                 elif code == 0x72:  # LONG_BINPUT
-                    memo[int.from_bytes(data[at : at + 4], "little")] = stack[-1]
+                    index = int.from_bytes(data[at : at + 4], "little")
+                    if index > len(data):  # Python's own reader would allocate a table of that size
+                        raise PickleError(f"it numbers an object {index}, and has fewer")
+                    memo[index] = stack[-1]
                     at += 4
                 elif code == 0x6A:  # LONG_BINGET
                     stack.append(memo[int.from_bytes(data[at : at + 4], "little")])
@@ -212,20 +225,26 @@ class _Scanner:
         return items
 
     def _global(self, module: str, name: str) -> Value:
-        if (module, name) in NAME_MAPPING:  # names of Python 2, which protocol 2 uses
-            module, name = NAME_MAPPING[module, name]
-        elif module in IMPORT_MAPPING:
-            module = IMPORT_MAPPING[module]
+        module, name = python3_name(module, name)
         full = f"{module}.{name}"
         found = self._globals.get(full)
         if found is None:
             if module in _blocklisted_modules or not (full in self._allowed or full in self._registered):
                 raise UntrustedGlobalError(full)
-            found = self._globals[full] = Value("global", of=full)
+            value = self._allowed[full] if full in self._allowed else self._registered[full]
+            found = self._globals[full] = Value("global", items=callable(value), of=full)
             self.scan.globals.add(full)
         return found
 
     def _storage(self, persistent_id: Any) -> Value:
+        known = self._references.get(id(persistent_id))
+        if known is not None:
+            return known[1]
+        found = self._claimed(persistent_id)
+        self._references[id(persistent_id)] = persistent_id, found  # held, so that no other value gets its id
+        return found
+
+    def _claimed(self, persistent_id: Any) -> Value:
         items: tuple[Any, ...] = ()
         if type(persistent_id) is Value and persistent_id.kind == "tuple":
             items = persistent_id.items
@@ -243,14 +262,11 @@ class _Scanner:
             raise PickleError(f"storage data/{key} has two sizes, {known.nbytes} and {claim.nbytes} bytes")
         return Value("storage", of=claim)
 
-    def _object(self, name: str) -> Any:
-        return self._allowed[name] if name in self._allowed else self._registered[name]
-
     def _call(self, function: Any, args: Any) -> Value:
         if type(function) is not Value or function.kind != "global" or type(args) is not Value or args.kind != "tuple":
             raise PickleError("it calls something that is no function")
         name: str = function.of
-        if not callable(self._object(name)):
+        if not function.items:
             raise PickleError(f"it calls {name}, which is no function")
         if name in _HASHING:
             self._hash_all(name, args.items)
@@ -267,6 +283,7 @@ class _Scanner:
     def _build(self, target: Any, state: Any) -> None:
         if type(target) is not Value or target.kind in _PLAIN:
             raise PickleError("it sets the state of something that has none")
+        self.scan.builds = self.scan.builds or target.kind != "collections.OrderedDict"
         target.depth = max(target.depth, _deeper(depth_of(state)))
 
     def _append(self, target: Any, items: list[Any]) -> None:
@@ -280,7 +297,8 @@ class _Scanner:
             kind = target.kind if type(target) is Value else type(target).__name__
             raise PickleError(f"it puts items into a {kind}, which a safe load does not do")
         for key in items[::2]:
-            self._hash(key)
+            if type(key) is not str:
+                self._hash(key)
         target.depth = max(target.depth, _deeper(max(map(depth_of, items), default=0)))
 
     def _hash_all(self, name: str, args: tuple[Any, ...]) -> None:

@@ -21,6 +21,7 @@ from safeckpt.errors import UnsavableStateError
 from safeckpt.file import archive
 from safeckpt.file.archive import ALIGNMENT_BYTES, MOST_HEADER_BYTES
 from safeckpt.file.checksum import CHUNK_BYTES, ChunkDigest, CrcPool, combine
+from safeckpt.file.collecting import no_collection
 from safeckpt.file.pickling import pickle_payload
 from safeckpt.file.scan import PickleError, UntrustedGlobalError, scan_pickle
 from safeckpt.file.trailer import TRAILER_BYTES, Trailer
@@ -31,8 +32,9 @@ if TYPE_CHECKING:
 
     from safeckpt.file.archive import Buffer, Entry
     from safeckpt.file.checksum import CrcTask
+    from safeckpt.file.collecting import no_collection
     from safeckpt.file.contents import Content
-    from safeckpt.file.pickling import Pickled
+from safeckpt.file.pickling import Pickled
 
 __all__ = ["PreparedFile", "Writable", "WrittenFile", "header_bytes", "prepare", "write_file"]
 
@@ -120,7 +122,8 @@ def prepare(payload: object, *, header: Mapping[str, Any] | None = None, pickle_
         UnsavableStateError: A load would refuse it: the payload did not come from ``encode``.
     """
     try:
-        pickled = pickle_payload(payload, pickle_protocol)
+        with no_collection():
+            pickled = pickle_payload(payload, pickle_protocol)
     except StorageTypeConflictError as error:
         raise UnsavableStateError(location="payload", type_name="torch.Tensor", reason=str(error)) from None
     if not pickled.plain:

@@ -19,6 +19,7 @@ __all__ = [
 
 TOLERANCES = tuple(10.0**-power for power in range(6, -1, -1))
 _MODES = frozenset({"mode", "flag"})
+_MOVED = frozenset({"buffer", GRADIENT, "weight", "moment"})  # by the loss of a step
 
 
 @dataclass(frozen=True)
@@ -153,17 +154,17 @@ class Findings:
 
     Attributes:
         kill_at: Steps completed at the save.
+        index: Index of the first resumed loss that differs, None when all are equal.
         captured: What of the checkpoint's content differs, at the first moment at which any of it does: the cause
             first, what merely shows it last.
         uncaptured: What no checkpoint holds and differs before any loss does, the likeliest first.
-        gradients: Gradients that the uninterrupted run still had at the kill, and the resumed one has not.
         state_step: Steps completed when state that has to be equal first differs; None when it never does.
     """
 
     kill_at: int
+    index: int | None
     captured: list[Difference]
     uncaptured: list[Difference]
-    gradients: list[Difference]
     state_step: int | None
 
     @property
@@ -173,7 +174,12 @@ class Findings:
         if first is not None and (first.step == self.kill_at or first.kind in _MODES):
             return first
         # What differs only later was made to differ: by something that nobody captured, if there is such a thing.
-        return next(iter([*self.uncaptured, *self.captured, *self.gradients]), None)
+        if self.uncaptured:
+            return self.uncaptured[0]
+        # A weight that differs after the first loss that does was moved by it.
+        moved = first is not None and first.kind in _MOVED
+        late = first is not None and self.index is not None and first.step > self.kill_at + self.index
+        return None if moved and late else first
 
 
 def findings(straight: Record, resumed: Record, kill_at: int, index: int | None, skip: Collection[str]) -> Findings:
@@ -192,9 +198,8 @@ def findings(straight: Record, resumed: Record, kill_at: int, index: int | None,
         different = [name for name in _different(a, b) if name not in skip]
         return sorted((_difference(name, a, b, step, details.get(name, "")) for name in different), key=_rank)
 
-    restored = at(kill_at, "captured", resumed.details)
-    gradients = [one for one in restored if one.kind == GRADIENT]  # gone after a restore, as at process start
-    captured = [one for one in restored if one.kind != GRADIENT]
+    # Gradients that nobody needs any more are gone after a restore; those that are needed show after the next step.
+    captured = [one for one in at(kill_at, "captured", resumed.details) if one.kind != GRADIENT]
     step: int | None = kill_at
     if all(one.kind in SOFT for one in captured):
         later = ((step, at(step, "captured")) for step in sorted(resumed.moments) if step > kill_at)
@@ -203,4 +208,4 @@ def findings(straight: Record, resumed: Record, kill_at: int, index: int | None,
     uncaptured = at(kill_at, "live")
     if not uncaptured and index is not None:
         uncaptured = at(kill_at + index, "live")
-    return Findings(kill_at, captured, uncaptured, gradients, step)
+    return Findings(kill_at, index, captured, uncaptured, step)

@@ -27,8 +27,9 @@ from safeckpt.state.generators import GeneratorComponent, RngStreams
 from safeckpt.state.module import clean_modules, unwrap
 from safeckpt.state.tree import join
 
-__all__ = ["ATTRIBUTE", "BUFFER", "GLOBAL", "LiveObjects"]
+__all__ = ["BUFFER", "MAIN_AGAIN", "LiveObjects"]
 
+MAIN_AGAIN = "__mp_main__"  # what multiprocessing, too, calls the script when another process imports it
 BUFFER = "non-persistent buffer"
 ATTRIBUTE = "attribute"
 GLOBAL = "global"
@@ -43,6 +44,7 @@ _OWN_OF_MODULE = frozenset(vars(nn.Module()))
 _OWN_OF_OPTIMIZER = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)))
 _LIBRARIES = frozenset({"torch", "numpy", "safeckpt", "matplotlib", "_pytest", "pytest"}) | sys.stdlib_module_names
 _Read = tuple[weakref.ref[torch.Tensor], tuple[Any, ...], Leaf]  # a tensor, what its last write was, and its leaf
+_CAPTURED_WHOLE = (LRScheduler, torch.amp.GradScaler, *GeneratorComponent.types)
 _CODE = (type, types.ModuleType, types.FunctionType)
 
 
@@ -93,8 +95,8 @@ class _Walk:
             self._items(
                 name, {key: one for key, one in vars(obj).items() if key not in _OWN_OF_OPTIMIZER}, ATTRIBUTE, 0
             )
-        elif isinstance(obj, LRScheduler | torch.amp.GradScaler | GeneratorComponent.types) or type(obj) is dict:
-            return  # captured whole
+        elif isinstance(obj, _CAPTURED_WHOLE) or type(obj) is dict:
+            return
         else:
             wrapped = vars(obj).get("dataloader", obj) if hasattr(obj, "__dict__") else obj
             for part in ("dataset", "sampler", "batch_sampler", "collate_fn"):
@@ -120,7 +122,7 @@ class _Walk:
             if not _is_library_type(one) and id(one) not in self._seen:
                 self._seen.add(id(one))
                 values = {key: value for key, value in vars(one).items() if not key.startswith("__")}
-                self._items(f"{name} (class {one.__qualname__})", values, ATTRIBUTE, 1)
+                self._items(f"{name}.{one.__qualname__}", values, ATTRIBUTE, 1)
 
     def _function(self, function: Any) -> None:
         if isinstance(function, functools.partial):
@@ -149,14 +151,14 @@ class _Walk:
         if id(values) in self._seen:
             return
         self._seen.add(id(values))
+        shown = "__main__" if name == MAIN_AGAIN else name
         for key, value in list(values.items()):
             if key.startswith("__"):
                 continue
-            if isinstance(value, type):
-                if value.__module__ == name:
-                    self._class(f"{name}.{key}", value)
-            else:
-                self._value(f"{name}.{key}", value, GLOBAL, 0)
+            if not isinstance(value, type):
+                self._value(f"{shown}.{key}", value, GLOBAL, 0)
+            elif value.__module__ == name:
+                self._class(shown, value)
 
     def _items(self, name: str, values: Mapping[Any, Any], kind: str, depth: int) -> None:
         for key, value in list(values.items()):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import operator
 import random
 import secrets
@@ -193,7 +192,6 @@ class _ThisProcess(_Runner):
                 manager = None
             if manager is not None:
                 manager.close()
-        gc.collect()  # the objects of a run are gone before the next one begins, cycles too
         return record
 
 

@@ -176,7 +176,7 @@ class ResumeReport:
     def differences(self) -> list[Difference]:
         """Everything that differs at that moment, captured or not; empty when exact."""
         shown = self.shown
-        return [] if shown.exact else [*shown.findings.captured, *shown.findings.uncaptured, *shown.findings.gradients]
+        return [] if shown.exact else [*shown.findings.captured, *shown.findings.uncaptured]
 
     @property
     def unseen(self) -> list[str]:

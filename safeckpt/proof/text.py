@@ -129,6 +129,8 @@ def _when(one: Difference, kill_at: int) -> str:
     what = "" if captured else f"not captured by any component ({one.kind}), and "
     if one.step == kill_at:
         return f"{one.component}: {what}different at the restore. {one}"
+    if one.kind == "gradient":
+        return f"gradients: different after step {one.step}. {one}"
     return f"{one.component}: {what}equal until step {one.step - 1}, different after step {one.step}. {one}"
 
 

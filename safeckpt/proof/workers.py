@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from safeckpt.errors import ProofError
+from safeckpt.proof.live import MAIN_AGAIN
 from safeckpt.proof.runs import KILLED, Job, Record, run
 
-__all__ = ["MAIN_AGAIN", "Functions", "Worker", "importing", "main"]
+__all__ = ["Functions", "Worker", "importing", "main"]
 
-MAIN_AGAIN = "__mp_main__"  # what multiprocessing, too, calls the script when it is imported by another process
 _MAIN = "__main__"
 _PACKAGE_PARENT = str(Path(__file__).parents[2])
 _START = "import sys; sys.path.insert(0, sys.argv[1]); from safeckpt.proof.workers import main; main()"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import translate
 from functools import lru_cache
@@ -53,7 +53,8 @@ class Guard:
 
 def check_patterns(patterns: Sequence[str], argument: str) -> tuple[str, ...]:
     """Return `patterns` as a tuple of strings; a lone string would be read as one pattern per letter."""
-    if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+    several = isinstance(patterns, Collection) and not isinstance(patterns, str)
+    if not several or not all(isinstance(pattern, str) for pattern in patterns):
         raise TypeError(f"{argument} takes a sequence of glob patterns, for example ('model.mask',); got {patterns!r}")
     return tuple(patterns)
 

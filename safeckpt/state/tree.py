@@ -41,30 +41,35 @@ def named_leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     levels deep has 2**60 paths. An explicit stack, since nesting may exceed Python's recursion limit.
     """
     seen: dict[int, Any] = {}  # with the value, so that its id stays its own
-    stack: list[Iterator[tuple[str, Any]]] = [iter([(prefix, tree)])]
-    while stack:
-        for name, value in stack[-1]:
+    # The iterator of each level that is open, and the keys on the way there: a name is only made for what is yielded.
+    levels: list[Iterator[tuple[Any, Any]]] = [iter([(prefix, tree)])]
+    path: list[str] = []
+    while levels:
+        for key, value in levels[-1]:
             if id(value) in seen:
                 continue
             seen[id(value)] = value
-            inside = _children(name, value)
+            inside = _items_of(value)
             if inside is None:
-                yield name, value
+                yield (f"{'.'.join(path)}.{key}" if path else str(key)), value
             else:
-                stack.append(inside)
+                levels.append(inside)
+                if key != "" or path:
+                    path.append(str(key))
                 break
         else:
-            stack.pop()
+            levels.pop()
+            if path:
+                path.pop()
 
 
-def _children(name: str, value: Any) -> Iterator[tuple[str, Any]] | None:
+def _items_of(value: Any) -> Iterator[tuple[Any, Any]] | None:
     if isinstance(value, torch.Tensor):
         return None  # first, since nearly everything is one
-    dot = f"{name}." if name else ""
     if isinstance(value, Mapping):
-        return ((f"{dot}{key}", item) for key, item in value.items())
+        return iter(value.items())
     if isinstance(value, list | tuple | set | frozenset):
-        return ((f"{dot}{index}", item) for index, item in enumerate(value))
+        return enumerate(value)
     return None
 
 

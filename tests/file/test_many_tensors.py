@@ -1,18 +1,28 @@
 """A state of very many small tensors shares records between them, and gives each its own memory back."""
 
 import io
+import json
 import zipfile
+from collections import Counter, OrderedDict
 
 import pytest
 import torch
 
-from safeckpt.file import encode, open_file
+from safeckpt.errors import DamagedCheckpointError, UntrustedTypeError
+from safeckpt.file import archive, encode, open_file
 from safeckpt.file import views as views_module
+from safeckpt.file.checksum import CrcPool
 from safeckpt.file.pickling import pickle_payload
+from safeckpt.file.write import _Writer
+from tests.file import states
 from tests.file.same import assert_same
-from tests.file.states import loaded, torch_pickle, written
+from tests.file.states import loaded, torch_pickle
 
 MANY = 1500
+
+
+def written(state):
+    return states.written(encode(state))
 
 
 def many(count=MANY):
@@ -28,13 +38,26 @@ def many(count=MANY):
     state["leaf"] = torch.ones(3, requires_grad=True)
     state["large"] = torch.randn(10_000)
     state["empty"] = torch.zeros(0, 4)
+    state["plain"] = [
+        {1},
+        b"x",
+        b"",
+        bytearray(b"y"),
+        1j,
+        "é",
+        2**100,
+        OrderedDict(a=Counter("b")),
+        torch.float32,
+        (1, None),
+    ]
+    state["newer"] = [torch.ones(2).to(torch.float8_e5m2), torch.tensor([7], dtype=torch.uint16)]
     return state
 
 
 def test_many_small_tensors_take_few_records_and_come_back():
     """One record for each type, and values, types, shapes and flags as before, by torch as well."""
     state = many()
-    data = written(encode(state))
+    data = written(state)
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         assert archive.testzip() is None
         assert len(archive.namelist()) < 20
@@ -42,6 +65,56 @@ def test_many_small_tensors_take_few_records_and_come_back():
     assert_same(loaded(data), state)
     for options in ({"weights_only": True}, {"weights_only": False}):
         assert_same(torch.load(io.BytesIO(data), **options), state)
+
+
+def test_simple_state_is_read_without_torchs_reader_and_any_other_with_it(monkeypatch):
+    """Both ways of reading give the same, and a state with more than plain tensors in it goes through torch.load."""
+    plain, tagged = many(), many()
+    tagged["tagged"] = torch.ones(2)
+    tagged["tagged"].note = "x"
+    tagged["sparse"] = torch.eye(3).to_sparse()
+    used = []
+    real = torch.load
+    monkeypatch.setattr(torch, "load", lambda *args, **kwargs: used.append(kwargs) or real(*args, **kwargs))
+    assert_same(loaded(written(plain)), plain)
+    assert not used
+    assert_same(loaded(written(tagged)), tagged)
+    assert used == [{"weights_only": True, "mmap": False}]
+
+
+def test_foreign_name_in_a_state_with_shared_records_is_refused():
+    """The fast way is no way around the list of allowed names."""
+    pickled = pickle_payload(encode(many()))
+    for forged in (b"cos\nsystem\n", b"c__builtin__\neval\n", b"cfunctools\npartial\n"):
+        data = pickled.data.replace(b"ccollections\nCounter\n", forged)
+        assert data != pickled.data
+        contents = [b"".join(content.pieces([(0, content.nbytes)])) for content in pickled.contents]
+        with pytest.raises(UntrustedTypeError):
+            loaded(packed_file(data, contents, pickled.packed))
+
+
+def packed_file(data, contents, packed):
+    """Return a file with a right digest and any pickle."""
+    buffer = io.BytesIO()
+    names = archive.record_names(len(contents), header=False, packs=True)
+    with CrcPool() as pool:
+        parts = [json.dumps(list(packed)).encode(), data, b"1", b"64", b"little", *contents, b"3\n"]
+        _Writer(buffer, pool).write(names, parts)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("listed", [b"{", b"[[]]", b"5", b"\xff"])
+def test_list_of_shared_records_that_is_none_is_damage(listed):
+    """A list that anyone could have forged is looked at before it is used."""
+    pickled = pickle_payload({"a": torch.ones(2)})
+    contents = [b"".join(content.pieces([(0, content.nbytes)])) for content in pickled.contents]
+    buffer = io.BytesIO()
+    with CrcPool() as pool:
+        parts = [listed, pickled.data, b"1", b"64", b"little", *contents, b"3\n"]
+        _Writer(buffer, pool).write(archive.record_names(1, header=False, packs=True), parts)
+    with pytest.raises(DamagedCheckpointError) as caught:
+        loaded(buffer.getvalue())
+    assert caught.value.record == "safeckpt.packs"
 
 
 @pytest.mark.parametrize("mmap", [False, True])
@@ -52,7 +125,7 @@ def test_loaded_tensors_own_their_memory(tmp_path, mmap):
     with open_file(path) as file:
         file.verify()
         got = file.load(mmap=mmap)
-    small = [tensor for name, tensor in got.items() if name not in ("large", "empty")]
+    small = [tensor for name, tensor in got.items() if name not in ("large", "empty", "plain", "newer")]
     assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in small)
     assert len({tensor.untyped_storage().data_ptr() for tensor in small}) == len(small)
     assert_same(got, many())
@@ -74,7 +147,7 @@ def test_tied_small_tensors_stay_tied():
     state = many()
     shared = torch.arange(3.0)
     state |= {"a": shared, "b": shared.view(3, 1), "c": shared[:2]}
-    got = loaded(written(encode(state)))
+    got = loaded(written(state))
     got["a"][0] = 9
     assert got["b"][0, 0] == got["c"][0] == 9
 
@@ -83,7 +156,7 @@ def test_same_tensor_under_two_names_stays_one_object():
     """Identity of small tensors is kept."""
     state = many()
     state["again"] = state["layer.0"]
-    got = loaded(written(encode(state)))
+    got = loaded(written(state))
     assert got["again"] is got["layer.0"]
 
 
@@ -92,9 +165,9 @@ def test_tensors_inside_containers_and_attributes_are_found():
     state = {"list": list(many().values()), "tuple": ({"x": [torch.ones(2)]},), 1: {torch.Size([1]): torch.ones(3)}}
     state["tagged"] = torch.ones(4)
     state["tagged"].tag = torch.zeros(5)
-    got = loaded(written(encode(state)))
+    got = loaded(written(state))
     assert_same(got, state)
-    found = [*got["list"], got["tuple"][0]["x"][0], got[1][torch.Size([1])], got["tagged"], got["tagged"].tag]
+    found = [*got["list"][:MANY], got["tuple"][0]["x"][0], got[1][torch.Size([1])], got["tagged"], got["tagged"].tag]
     assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in found)
 
 
@@ -129,15 +202,13 @@ def test_damage_in_a_shared_record_is_found():
     with open_file(io.BytesIO(data)) as file:
         entry = file.check_structure().find("data/0")
     data[entry.data_offset + 5] ^= 1
-    from safeckpt.errors import DamagedCheckpointError
-
     with pytest.raises(DamagedCheckpointError) as caught:
         loaded(bytes(data))
     assert caught.value.record == "data/0"
 
 
-def test_list_of_shared_records_that_lies_is_damage():
-    """The list of records with many tensors has to be a list of keys."""
+def test_records_that_hold_many_tensors_are_listed():
+    """The file says which of its records are shared."""
     data = written(many())
     with open_file(io.BytesIO(data)) as file:
         entry = file.check_structure().find("safeckpt.packs")

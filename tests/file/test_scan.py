@@ -115,6 +115,31 @@ def test_call_with_arguments_that_lie_is_refused(body):
         scan(body)
 
 
+def test_memo_of_a_size_that_the_pickle_chooses_is_refused():
+    """An index far beyond the number of objects would make Python's own reader allocate gigabytes."""
+    with pytest.raises(PickleError, match="numbers an object"):
+        scan(b"Nr\xff\xff\xff\xff")
+
+
+REPEATED = tensor(size=(2**30, 2**10), stride=(0, 0))
+LAYOUT = b"ctorch.serialization\n_get_layout\n(" + text("torch.sparse_coo") + b"tR"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"ctorch._utils\n_rebuild_sparse_tensor\n(" + LAYOUT + b"(" + REPEATED + tensor() + b"(tttR",
+        b"ctorch._utils\n_rebuild_nested_tensor\n(" + tensor() + REPEATED + REPEATED + REPEATED + b"tR",
+        b"ctorch._utils\n_rebuild_device_tensor_from_cpu_tensor\n(" + REPEATED + b"NNNtR",
+    ],
+)
+def test_tensor_made_from_a_broadcast_of_a_trillion_elements_is_refused(body):
+    """Torch would go through all of the elements to make it; the broadcast itself is a view and costs nothing."""
+    scan(REPEATED)
+    with pytest.raises(PickleError, match="elements in a small storage"):
+        scan(body)
+
+
 @pytest.mark.parametrize(
     "body",
     [

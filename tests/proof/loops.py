@@ -107,7 +107,7 @@ def train_step(c: Components) -> float:
     c["scheduler"].step()
     c["average"].update_parameters(c["model"])
     c["counters"]["steps"] += 1
-    return loss.item() + 1e-3 * c["counters"]["steps"]
+    return loss.item() + 1e-3 * c["counters"]["steps"] + 1e-3 * c["scaler"].get_scale()
 
 
 # -- what a script may do wrong at its restore -------------------------------------------------------------------------
@@ -195,7 +195,7 @@ NOISE = torch.Generator().manual_seed(5)
 
 
 def global_counter_step(c: Components) -> torch.Tensor:
-    global COUNT
+    global COUNT  # noqa: PLW0603 - the fault that is to be found
     COUNT += 1
     return small_step(c, scale=1.0 + 1.0 / COUNT)
 
@@ -336,6 +336,16 @@ def failing_step(c: Components, at: int) -> torch.Tensor:
     if c["counters"]["micro"] == at:
         raise KeyError("no such batch")
     return small_step(c)
+
+
+def checked_step(c: Components) -> torch.Tensor:
+    """Fail at the third step when optimizer and counters disagree on how many there were."""
+    loss = small_step(c)
+    c["counters"]["micro"] += 1
+    steps = {int(one["step"]) for one in c["optimizer"].state.values()}
+    if c["counters"]["micro"] == 3 and steps != {3}:
+        raise KeyError("no such batch")
+    return loss
 
 
 def dying_step(c: Components) -> torch.Tensor:

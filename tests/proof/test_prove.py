@@ -50,13 +50,22 @@ def test_gradients_in_accumulation_are_part_of_an_exact_resume(repeats: int) -> 
     report.assert_exact()
 
 
-# component left out of the restore: (index of the first loss that differs, or of the state when no loss does)
+def test_gradients_in_accumulation_that_are_not_saved_are_named() -> None:
+    """A manager that was told not to save gradients loses a part of the sum, and the report says so."""
+    report = prove(
+        loops.build_accumulating, loops.accumulating_step, kill_at=10, repeats=1, manager_options={"grads": False}
+    )
+    assert report.first_divergence == 2  # the optimizer steps after the twelfth micro-step
+    assert report.diverged_component == "gradients"
+
+
+# component left out of the restore: index of the first loss that differs
 LEFT_OUT = {
     "rng": 0,
     "model": 0,
     "optimizer": 1,
     "scheduler": 2,
-    "scaler": 1,
+    "scaler": 0,
     "average": 0,
     "loader": 0,
     "noise": 0,
@@ -123,6 +132,39 @@ def test_uncaptured_attribute_is_found_and_named() -> None:
 
 def counting_step(c: Any) -> Any:
     return loops.small_step({**c, "model": c["model"]})
+
+
+def reset() -> Any:
+    """Build as a new process does, in which the globals of the module are as it is written."""
+    loops.COUNT = loops.Settings.calls = loops.default_argument_step.__defaults__[0]["calls"] = 0
+    loops.NOISE.manual_seed(5)
+    return loops.build_small()
+
+
+HIDDEN = {
+    loops.global_counter_step: (reset, 0, "tests.proof.loops.COUNT", "tests.proof.loops.COUNT: 10 != 0"),
+    loops.hidden_generator_step: (reset, 0, "tests.proof.loops.NOISE", "tests.proof.loops.NOISE differs"),
+    loops.class_attribute_step: (reset, 0, "tests.proof.loops.Settings.calls", "10 != 0"),
+    loops.default_argument_step: (reset, 0, "default_argument_step.defaults.0.calls", "10 != 0"),
+    loops.hidden_optimizer_step: (
+        loops.build_hidden_optimizer,
+        1,
+        "tests.proof.loops.OPTIMIZERS.adam",
+        "10.0 != absent",
+    ),
+}
+
+
+@pytest.mark.parametrize("step", HIDDEN, ids=lambda step: step.__name__)
+def test_what_is_kept_outside_of_the_components_is_found_and_named(step: Any) -> None:
+    """Globals, class attributes, mutable defaults: whatever the step reads and no component holds."""
+    build, index, name, text = HIDDEN[step]
+    report = prove(build, step, repeats=1)
+    assert report.deterministic
+    assert report.first_divergence == index
+    assert report.diverged_component is not None
+    assert report.diverged_component.startswith(name)
+    assert text in str(report.culprit)
 
 
 def test_non_persistent_buffer_is_found_and_named() -> None:
@@ -231,30 +273,15 @@ def test_ablation_of_a_short_window_sees_less() -> None:
     report = prove(loops.build, loops.train_step, steps=12, repeats=1, ablations=True)
     assert report.unseen == ["scheduler"]
     report = prove(loops.build, loops.train_step, steps=11, repeats=1, ablations=True)
-    assert report.unseen == ["optimizer", "scheduler", "scaler"]
+    assert report.unseen == ["optimizer", "scheduler"]
 
 
 def test_omission_that_makes_the_run_fail_shows_where_it_does() -> None:
-    """An ablation whose run raises is no error of the proof."""
-
-    def step(c: Any) -> Any:
-        if len(c["counters"]) != 1:
-            raise KeyError("no such batch")
-        return loops.small_step(c)
-
-    def build() -> Any:
-        return {**loops.build_small(), "counters": {"micro": 0}}
-
-    def break_if_not_restored(c: Any) -> Any:
-        c["counters"]["micro"] += 1
-        if c["counters"]["micro"] == 3 and getattr(break_if_not_restored, "armed", False):
-            raise KeyError("no such batch")
-        break_if_not_restored.armed = c["counters"]["micro"] > 9
-        return step(c)
-
-    report = prove(build, break_if_not_restored, repeats=1, ablations=True, steps=14)
-    assert report.exact
-    assert report.ablations["counters"] is None or report.ablations["counters"] >= 0
+    """An ablation whose run raises is no error of the proof: it shows at the step that raises."""
+    report = prove(loops.build_accumulating, loops.checked_step, repeats=1, ablations=True)
+    report.assert_exact()
+    assert report.ablations["counters"] == 2
+    assert "without counters the run ends in KeyError: 'no such batch'" in str(report)
 
 
 def test_several_kills_are_reported_one_by_one() -> None:

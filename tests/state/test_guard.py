@@ -225,7 +225,7 @@ def test_gradients_are_checked_whatever_their_form():
 # -- the guard over captured state ----------------------------------------------------------------------------------
 
 
-def judge(components, guard=Guard(), *, baseline=None):
+def judge(components, guard=Guard(), *, baseline=None):  # noqa: B008 - frozen
     registered = register(components)
     return (baseline or Baseline(registered)).judge(capture(registered).parts, guard)
 

@@ -1,0 +1,98 @@
+"""Readers need no lock: they never see half a file, a wrong order, or an error because a writer prunes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import safeckpt
+from tests import children
+from tests.faults import Operation, intercept
+from tests.manager.helpers import manager_of, save_steps, step_path
+from tests.training import Marked
+
+
+def _save_until_told(connection: Connection, path: Path) -> int:
+    run = Marked()
+    step = 0
+    with manager_of(path, run, keep_last=1) as manager:
+        while not connection.poll():
+            step += 1
+            run.step = step
+            manager.save(step)
+            if step == 1:
+                connection.send("begun")
+    return step
+
+
+def test_readers_never_see_a_bad_state_while_a_writer_prunes(memory_path: Path) -> None:
+    """While another process saves and prunes all the time, every latest, listing and restore is whole and rises."""
+    run = Marked()
+    with children.Child(_save_until_told, memory_path) as writer, manager_of(memory_path, run) as reader:
+        assert writer.receive() == "begun"
+        seen = [0]
+        while len(set(seen)) < 15:
+            for ask in (reader.latest, lambda: safeckpt.latest(memory_path)):
+                checkpoint = ask()
+                assert checkpoint is not None
+                assert checkpoint.step >= seen[-1]
+                seen.append(checkpoint.step)
+            listed = [checkpoint.step for checkpoint in reader.checkpoints()]
+            assert listed == sorted(listed)
+            restored = reader.restore()
+            assert restored is not None
+            assert restored.step == run.step
+            assert restored.step >= seen[-1]
+            seen.append(restored.step)
+        writer.connection.send("stop")
+        ended = writer.ended()
+    assert ended.error is None
+    assert ended.value >= 15
+
+
+@pytest.mark.parametrize("ask", ["latest", "checkpoints", "restore"])
+def test_file_that_is_pruned_between_listing_and_opening_is_looked_for_again(tmp_path: Path, ask: str) -> None:
+    """A reader that comes too late for a file finds the newer one that took its place."""
+    save_steps(tmp_path, 1)
+    listings = []
+
+    def late(operation: Operation, call: Callable[[], Any]) -> Any:
+        result = call()
+        if operation.kind == "listing":
+            listings.append(result)
+            if len(listings) == 1:  # between this listing and the open a writer saves step 2 and prunes step 1
+                step_path(tmp_path, 1).unlink()
+                save_steps(tmp_path, 2)
+        return result
+
+    with manager_of(tmp_path, Marked()) as manager, intercept(late):
+        found = getattr(manager, ask)()
+    if ask == "checkpoints":
+        (found,) = found
+    assert found.step == 2
+    assert len(listings) > 1
+
+
+def test_pruned_file_stays_readable_for_who_has_it_open(tmp_path: Path) -> None:
+    """Tensors mapped from a checkpoint outlive the file's name."""
+    run = Marked()
+    with manager_of(tmp_path, run, keep_last=1) as manager:
+        run.step = 1
+        loaded = safeckpt.load(manager.save(1).path, mmap=True)
+        run.step = 2
+        manager.save(2)
+    assert not step_path(tmp_path, 1).exists()
+    assert loaded["model"]["value"].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_latest_needs_no_objects_and_writes_nothing(tmp_path: Path) -> None:
+    """`safeckpt.latest` reads a directory that a writer holds, and changes nothing in it."""
+    with manager_of(tmp_path, Marked()) as manager:
+        saved = manager.save(1, loss=0.5, metrics={"a": 1})
+        before = sorted(path.name for path in tmp_path.iterdir())
+        assert safeckpt.latest(tmp_path) == safeckpt.latest(str(tmp_path)) == saved
+        assert sorted(path.name for path in tmp_path.iterdir()) == before
