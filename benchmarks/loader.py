@@ -1,52 +1,40 @@
-"""What does ResumableLoader cost, how fast does it reach a position, and who else resumes exactly?
+"""P9: what does ResumableLoader add to a batch, how fast does it reach a position, and who else resumes exactly?
 
-Three questions, peers measured side by side:
-
-- time per batch on top of a bare DataLoader, runs alternating, with and without workers;
-- time from a saved position at batch 100,000 of an epoch to the next batch, and how many samples are read for it;
-- an interrupted run, resumed in a fresh process: are order, augmentation and the training process's own random
-  stream those of the uninterrupted run? With torchdata's StatefulDataLoader, Accelerate's `skip_first_batches` after
-  its own `load_state`, and a plain DataLoader that fetches and throws away (as Trainer does). All peers get the
-  process's random states back as they were when the position was saved.
-
-Usage: python benchmarks/loader.py [--json FILE] [--batches N] [--repeats N]; peers that are not installed are left out
-(pip install torchdata accelerate).
+Exactness: an interrupted run is resumed in a fresh process, and order, augmentation (a draw from each stream) and a
+draw of the training process for each batch are compared with the uninterrupted run's. Every peer gets the process's
+random states back as they were when the position was saved. `python -m benchmarks.loader --json FILE` runs this alone.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
-import itertools
 import json
-import os
-import platform
 import random
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from benchmarks.harness import FEWEST_REPEATS, Contestant, Options, Report, fresh, machine, race
 from safeckpt.loader import ResumableLoader
 
-warnings.filterwarnings("ignore")
-
 BATCH_SIZE = 4
-SAVED_AT = 5  # batch of the first epoch after which the interrupted run saves
-SAMPLES = 60
 FAR = 100_000
+COLUMNS = ("order", "random", "numpy", "torch", "training")
+_BATCHES = {0: 3000, 2: 300}  # by number of workers, which cost up to a millisecond per batch on a small machine
+_SAVED_AT = 5
+_SAMPLES = 60
 
 
-class Plain(Dataset):
+class Plain(Dataset[Any]):
     """Costs nothing and draws nothing, which the loader cannot know."""
 
     def __init__(self, length: int) -> None:
@@ -56,7 +44,7 @@ class Plain(Dataset):
     def __len__(self) -> int:
         return self.length
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index: int) -> Any:
         self.reads += 1
         return index
 
@@ -64,112 +52,126 @@ class Plain(Dataset):
 class Augmented(Plain):
     """Draws from each stream that augmentations use."""
 
-    def __getitem__(self, index: int) -> list[float]:
+    def __getitem__(self, index: int) -> Any:
         return [float(index), random.random(), np.random.rand(), torch.rand(()).item()]
 
 
-# ---------------------------------------------------------------------------------------- time per batch
+def run(options: Options) -> Iterator[Report]:
+    """Measure time per batch and time to a position, then compare resumed runs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torchdata calls what torch has deprecated
+        length = (max(_BATCHES.values()) + 50) * BATCH_SIZE
+        yield added("a dataset of torch's own, no workers", TensorDataset(torch.arange(length)), 0, options.repeats)
+        yield added("any dataset, no workers", Plain(length), 0, options.repeats)
+        yield added("any dataset, 2 workers", Plain(length), 2, options.repeats)
+        yield reach(options)
+        yield exactness(options)
 
 
-def seconds_per_batch(loader: Any, batches: int) -> float:
+# ------------------------------------------------------------------------------------------------ time per batch
+
+
+def added(case: str, data: Dataset[Any], workers: int, repeats: int) -> Report:
+    """Compare a bare DataLoader with a wrapped one."""
+
+    def bare() -> Any:
+        return DataLoader(data, BATCH_SIZE, num_workers=workers)
+
+    rows = race(
+        [
+            Contestant("DataLoader", lambda: per_batch(bare(), _BATCHES[workers]), "no position"),
+            Contestant("ResumableLoader", lambda: per_batch(ResumableLoader(bare()), _BATCHES[workers]), "exact"),
+        ],
+        repeats,
+    )
+    report = Report("loader", f"one batch of {BATCH_SIZE}: {case}", rows)
+    more = (rows["ResumableLoader"].median - rows["DataLoader"].median) * 1e6
+    report.target("P9 added to a batch", more, 10, unit="us")
+    return report
+
+
+def per_batch(loader: Any, batches: int) -> float:
+    """Return the median over the batches: their mean would count what else the machine was doing."""
     iterator = iter(loader)
     next(iterator)
-    begin = time.perf_counter()
-    for _ in itertools.islice(iterator, batches):
-        pass
-    return (time.perf_counter() - begin) / batches
+    times = []
+    for _ in range(batches):
+        begin = time.perf_counter()
+        next(iterator)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
 
 
-def overhead(batches: int, repeats: int) -> list[dict[str, Any]]:
-    length = (batches + 50) * BATCH_SIZE
-    cases: list[tuple[str, Any, int]] = [
-        ("torch's own dataset, no workers", TensorDataset(torch.arange(length)), 0),
-        ("any dataset, no workers", Plain(length), 0),
-        ("any dataset with draws, no workers", Augmented(length), 0),
-        ("any dataset, 2 workers", Plain(length), 2),
-    ]
-    rows = []
-    for name, data, workers in cases:
-        # torch's multiprocessing costs up to a millisecond per batch on a small machine.
-        count = batches if workers == 0 else batches // 10
-        bare, wrapped = [], []
-        for _ in range(repeats):
-            bare.append(seconds_per_batch(DataLoader(data, BATCH_SIZE, num_workers=workers), count))
-            loader = ResumableLoader(DataLoader(data, BATCH_SIZE, num_workers=workers), seed=0)
-            wrapped.append(seconds_per_batch(loader, count))
-        base, ours = statistics.median(bare), statistics.median(wrapped)
-        rows.append({"case": name, "bare_us": base * 1e6, "wrapped_us": ours * 1e6, "added_us": (ours - base) * 1e6})
-        rows[-1]["added_us_least"] = (min(wrapped) - min(bare)) * 1e6
-    return rows
+# ------------------------------------------------------------------------------------------------ peers
 
 
-# ---------------------------------------------------------------------------------------- peers
+def streams() -> dict[str, Any]:
+    """Return the process's random states."""
+    return {"random": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+
+
+def set_streams(state: dict[str, Any]) -> None:
+    """Set the process's random states."""
+    random.setstate(state["random"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
 
 
 class Peer:
     """One way to interrupt and resume: `batches` iterates, `save` and `restore` keep the position in a folder."""
 
-    def __init__(self, data: Dataset, workers: int) -> None:
+    def __init__(self, data: Dataset[Any], workers: int) -> None:
         self.loader: Any = self.make(DataLoader, data, workers)
 
-    def make(self, cls: Any, data: Dataset, workers: int) -> Any:
+    def make(self, cls: Any, data: Dataset[Any], workers: int) -> Any:
+        """Return the loader that all peers have."""
         return cls(data, batch_size=BATCH_SIZE, shuffle=True, num_workers=workers)
 
-    def batches(self) -> Any:
+    def batches(self) -> Iterator[Any]:
+        """Iterate the epoch, or the rest of it."""
         return iter(self.loader)
 
     def save(self, folder: Path, done: int) -> None:
-        raise NotImplementedError
-
-    def restore(self, folder: Path) -> None:
-        raise NotImplementedError
-
-
-def streams() -> dict[str, Any]:
-    _, words, *rest = np.random.get_state()
-    return {"python": random.getstate(), "numpy": [words.tolist(), *rest], "torch": torch.get_rng_state()}
-
-
-def set_streams(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    words, *rest = state["numpy"]
-    np.random.set_state(("MT19937", words, *rest))
-    torch.set_rng_state(state["torch"])
-
-
-class Ours(Peer):
-    def __init__(self, data: Dataset, workers: int) -> None:
-        self.loader = ResumableLoader(self.make(DataLoader, data, workers))
-
-    def save(self, folder: Path, done: int) -> None:
+        """Save after `done` batches."""
         torch.save({"loader": self.loader.state_dict(), "streams": streams()}, folder / "state.pt")
 
     def restore(self, folder: Path) -> None:
+        """Go where `save` was."""
         state = torch.load(folder / "state.pt", weights_only=False)
         self.loader.load_state_dict(state["loader"])
         set_streams(state["streams"])
 
 
-class Stateful(Ours):
-    def __init__(self, data: Dataset, workers: int) -> None:
+class Ours(Peer):
+    """safeckpt."""
+
+    def __init__(self, data: Dataset[Any], workers: int) -> None:
+        self.loader = ResumableLoader(self.make(DataLoader, data, workers))
+
+
+class Stateful(Peer):
+    """torchdata."""
+
+    def __init__(self, data: Dataset[Any], workers: int) -> None:
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         self.loader = self.make(StatefulDataLoader, data, workers)
 
 
 class Accelerated(Peer):
+    """Accelerate: its own save_state and load_state, then skip_first_batches."""
+
     seedable = False
 
-    def __init__(self, data: Dataset, workers: int) -> None:
+    def __init__(self, data: Dataset[Any], workers: int) -> None:
         from accelerate import Accelerator
         from accelerate.utils import DataLoaderConfiguration
 
         config = DataLoaderConfiguration(use_seedable_sampler=self.seedable)
         self.accelerator = Accelerator(cpu=True, dataloader_config=config)
-        self.loader = self.accelerator.prepare(self.make(DataLoader, data, workers))
-        self.rest = self.loader
+        self.loader = self.rest = self.accelerator.prepare(self.make(DataLoader, data, workers))
 
-    def batches(self) -> Any:
+    def batches(self) -> Iterator[Any]:
         return iter(self.rest)
 
     def save(self, folder: Path, done: int) -> None:
@@ -182,16 +184,20 @@ class Accelerated(Peer):
 
 
 class AcceleratedSeedable(Accelerated):
+    """The same with the sampler that Accelerate recommends for repeatable runs."""
+
     seedable = True
 
 
 class FetchAndDiscard(Peer):
     """Puts the streams of the epoch's start back, reads every batch again, then puts the saved streams back."""
 
-    def batches(self) -> Any:
+    saved: dict[str, Any] | None = None
+
+    def batches(self) -> Iterator[Any]:
         self.start = streams()
         iterator = iter(self.loader)
-        if hasattr(self, "saved"):
+        if self.saved is not None:
             for _ in range(self.saved["done"]):
                 next(iterator)
             set_streams(self.saved["streams"])
@@ -214,123 +220,123 @@ PEERS: dict[str, tuple[type[Peer], str]] = {
 }
 
 
-def installed() -> list[str]:
-    return [name for name, (_, package) in PEERS.items() if importlib.util.find_spec(package)]
+def installed(options: Options) -> tuple[list[str], list[str]]:
+    """Return the peers to run, and a note on each that is missing."""
+    wanted = {
+        name: package
+        for name, (_, package) in PEERS.items()
+        if options.peers is None or package in options.peers or package in ("safeckpt", "torch")
+    }
+    found = [name for name, package in wanted.items() if importlib.util.find_spec(package)]
+    return found, [f"{name}: not installed" for name in wanted if name not in found]
 
 
-# ---------------------------------------------------------------------------------------- exactness
+# ------------------------------------------------------------------------------------------------ time to a position
 
 
-def child(mode: str, name: str, workers: int, folder: Path) -> None:
+def reach(options: Options) -> Report:
+    """Restore a position far in an epoch in new objects and take one batch."""
+    names, notes = installed(options)
+    with TemporaryDirectory(dir=options.disk) as folder:
+        peers = {name: Far(name, Path(folder) / str(number)) for number, name in enumerate(names)}
+        rows = race(
+            [Contestant(name, peer.resume, before=peer.build) for name, peer in peers.items()], options.repeats, warm=0
+        )
+    for name, peer in peers.items():
+        rows[name].extra["samples read"] = peer.data.reads
+    report = Report(
+        "loader", f"from a saved position at batch {FAR} of {BATCH_SIZE} to the next batch", rows, notes=notes
+    )
+    report.target("P9 reach batch 100,000", rows[names[0]].median, 1, unit="s")
+    return report
+
+
+class Far:
+    """A position far in the epoch of one peer, and how to get there."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder = name, folder
+        folder.mkdir()
+        self.build()
+        iterator = self.peer.batches()
+        for _ in range(FAR):
+            next(iterator)
+        self.peer.save(folder, FAR)
+
+    def build(self) -> None:
+        """Make new objects, as a fresh process would."""
+        self.data = Plain((FAR + 10) * BATCH_SIZE)
+        self.peer = PEERS[self.name][0](self.data, 0)
+
+    def resume(self) -> None:
+        """Do what is timed."""
+        self.peer.restore(self.folder)
+        next(iter(self.peer.batches()))
+
+
+# ------------------------------------------------------------------------------------------------ exactness
+
+
+def exactness(options: Options) -> Report:
+    """Compare resumed with uninterrupted runs, each half in a process of its own."""
+    names, notes = installed(options)
+    table = [f"{'':32s}  workers  " + "  ".join(f"{column:>8s}" for column in COLUMNS)]
+    report = Report("loader", "what is exact after a resume in the middle of an epoch", {}, notes=table)
+    for name in names:
+        for before, after in ((0, 0), (2, 2), (2, 1)):
+            words = compared(name, before, after)
+            table.append(f"{name:32s}  {f'{before} to {after}':7s}  " + "  ".join(f"{word:>8s}" for word in words))
+            if name == names[0]:
+                share = words.count("exact") / len(words)
+                report.target(f"exact columns, {before} to {after} workers", share, 1, at_least=True)
+    table += notes
+    return report
+
+
+def compared(name: str, before: int, after: int) -> list[str]:
+    """Return for each column whether the resumed run is exact, differs, or is refused by the peer."""
+    with TemporaryDirectory() as folder:
+        straight = fresh("loader:half", mode="straight", name=name, workers=before, folder=folder)[_SAVED_AT:]
+        try:
+            resumed = fresh("loader:half", mode="resumed", name=name, workers=after, folder=folder)
+        except RuntimeError:
+            return ["refused"] * len(COLUMNS)
+    columns: Callable[[Any], list[Any]] = lambda batches: list(zip(*batches, strict=True))  # noqa: E731
+    return ["exact" if a == b else "differs" for a, b in zip(columns(straight), columns(resumed), strict=True)]
+
+
+def half(mode: str, name: str, workers: int, folder: str) -> list[list[Any]]:
     """Run a peer in this process: `straight` saves on the way and goes on, `resumed` starts from what was saved."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
-    peer = PEERS[name][0](Augmented(SAMPLES), workers)
+    peer = PEERS[name][0](Augmented(_SAMPLES), workers)
     seen = []
     if mode == "resumed":
-        peer.restore(folder)
+        peer.restore(Path(folder))
     for number, batch in enumerate(peer.batches(), start=1):
         seen.append([column.tolist() for column in batch] + [torch.rand(()).item()])
-        if mode == "straight" and number == SAVED_AT:
-            peer.save(folder, number)
-    (folder / f"{mode}.json").write_text(json.dumps(seen))
-
-
-COLUMNS = ("order", "python", "numpy", "torch", "training stream")
-
-
-def exactness() -> list[dict[str, Any]]:
-    rows = []
-    for name in installed():
-        for before, after in ((0, 0), (2, 2), (2, 1)):
-            with tempfile.TemporaryDirectory() as folder:
-                run_child("straight", name, before, folder).check_returncode()
-                refused = run_child("resumed", name, after, folder).returncode != 0
-                straight = json.loads((Path(folder) / "straight.json").read_text())[SAVED_AT:]
-                resumed = [] if refused else json.loads((Path(folder) / "resumed.json").read_text())
-            row = {"peer": name, "workers": f"{before} to {after}"}
-            for number, column in enumerate(COLUMNS):
-                same = [batch[number] for batch in straight] == [batch[number] for batch in resumed]
-                row[column] = "refused" if refused else "exact" if same else "differs"
-            rows.append(row)
-    return rows
-
-
-def run_child(mode: str, name: str, workers: int, folder: str) -> subprocess.CompletedProcess[bytes]:
-    command = [sys.executable, __file__, "--child", mode, name, str(workers), folder]
-    return subprocess.run(command, check=False, capture_output=True)
-
-
-# ---------------------------------------------------------------------------------------- time to a position
-
-
-def reach(repeats: int) -> list[dict[str, Any]]:
-    rows = []
-    for name in installed():
-        seconds, reads = [], 0
-        with tempfile.TemporaryDirectory() as temporary, contextlib.redirect_stdout(None):
-            folder = Path(temporary)
-            peer = PEERS[name][0](Plain((FAR + 10) * BATCH_SIZE), 0)
-            iterator = peer.batches()
-            for _ in range(FAR):
-                next(iterator)
-            peer.save(folder, FAR)
-            for _ in range(repeats):
-                data = Plain((FAR + 10) * BATCH_SIZE)
-                peer = PEERS[name][0](data, 0)
-                begin = time.perf_counter()
-                peer.restore(folder)
-                next(iter(peer.batches()))
-                seconds.append(time.perf_counter() - begin)
-                reads = data.reads
-        rows.append({"peer": name, "seconds": statistics.median(seconds), "samples_read": reads})
-    return rows
-
-
-# ---------------------------------------------------------------------------------------- report
+        if mode == "straight" and number == _SAVED_AT:
+            peer.save(Path(folder), number)
+    return seen
 
 
 def main() -> None:
+    """Run this question alone."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    parser.add_argument("--batches", type=int, default=5000, help="batches per run of the overhead measurement")
-    parser.add_argument("--repeats", type=int, default=9, help="runs of each kind, of which the median counts")
-    parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.child:
-        mode, name, workers, folder = options.child
-        child(mode, name, int(workers), Path(folder))
-        return
+    parser.add_argument("--json", type=Path, help="write every figure to this file")
+    parser.add_argument("--repeats", type=int, default=FEWEST_REPEATS, help="timed runs of each contestant")
+    chosen = parser.parse_args()
     torch.set_num_threads(1)
-    figures: dict[str, Any] = {
-        "machine": {"cpus": os.cpu_count(), "load": os.getloadavg()[0], "python": platform.python_version()},
-        "torch": torch.__version__,
-    }
-    machine = figures["machine"]
-    print(f"python {machine['python']}, torch {torch.__version__}, {machine['cpus']} CPUs, load {machine['load']:.1f}")
-    print(
-        f"\nPer batch of {BATCH_SIZE}, medians of {options.repeats} alternating runs (and between the fastest of each)"
-    )
-    figures["overhead"] = overhead(options.batches, options.repeats)
-    for row in figures["overhead"]:
-        print(
-            f"  {row['case']:36s} bare {row['bare_us']:7.1f} us   wrapped {row['wrapped_us']:7.1f} us   "
-            f"added {row['added_us']:6.1f} us ({row['added_us_least']:.1f})"
-        )
-    print(f"\nFrom a saved position at batch {FAR:,} to the next batch, no workers")
-    figures["reach"] = reach(3)
-    for row in figures["reach"]:
-        print(f"  {row['peer']:36s} {row['seconds']:8.3f} s   {row['samples_read']:>8,} samples read")
-    print("\nInterrupted run against the uninterrupted one, resumed in a fresh process")
-    print(f"  {'':36s} {'workers':8s} " + " ".join(f"{column:>15s}" for column in COLUMNS))
-    figures["exactness"] = exactness()
-    for row in figures["exactness"]:
-        marks = " ".join(f"{row[column]:>15s}" for column in COLUMNS)
-        print(f"  {row['peer']:36s} {row['workers']:8s} {marks}")
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=1))
+    print(", ".join(f"{key} {value}" for key, value in machine().items()))
+    options = Options((), (), chosen.repeats, None, Path(gettempdir()), None)
+    reports = []
+    for report in run(options):
+        print(f"\n{report}", flush=True)
+        reports.append(report.as_json())
+    if chosen.json:
+        chosen.json.write_text(json.dumps({"machine": machine(), "reports": reports}, indent=1))
 
 
 if __name__ == "__main__":

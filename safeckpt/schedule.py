@@ -6,11 +6,12 @@ import datetime as dt
 import functools
 import math
 import time
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from safeckpt.catalog import Catalog
-from safeckpt.errors import LoadError
+from safeckpt.errors import LoadError, SafeckptWarning
 from safeckpt.store import (
     Best,
     CheckpointDirectory,
@@ -94,7 +95,15 @@ class Pruning:
             self._policies.append(KeepBest(best, functools.partial(self._score, best.metric)))
 
     def prune(self) -> list[int]:
-        """Delete what no policy keeps and return the steps. A file that cannot be deleted is a warning."""
+        """Delete what no policy keeps and return the steps. What cannot be listed or deleted is a warning."""
+        try:
+            return self._prune()
+        except OSError as error:  # the save has succeeded, and an error would say that it has not
+            text = f"Nothing more was deleted in {self._files.path}: {error}. It is tried again at the next save."
+            warnings.warn(text, SafeckptWarning, stacklevel=4)
+            return []
+
+    def _prune(self) -> list[int]:
         steps = self._files.steps()
         pruned = [
             step for step in to_prune(steps, self._policies, is_good=self._catalog.is_good) if self._files.remove(step)

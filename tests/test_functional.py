@@ -22,14 +22,15 @@ import torch
 
 import safeckpt
 from safeckpt.store import names
-from tests import children
+from tests import children, fixtures
 from tests.faults import Fault, LineInterrupt, as_nobody, contents, descriptor_count, intercept, names_in
-from tests.fixtures import memory_path  # noqa: F401 - a fixture
 from tests.training import bits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+memory_path = fixtures.memory_path
+one_thread = fixtures.one_thread
 PACKAGE = Path(safeckpt.__file__).parent
 
 
@@ -246,7 +247,7 @@ def test_numpy_values_come_back_as_plain_ones(tmp_path: Path) -> None:
 
 
 def test_flipped_bit_is_found_by_load_and_named(tmp_path: Path) -> None:
-    """One flipped bit of a tensor is a DamagedCheckpointError that names the record, where torch loads it in silence."""
+    """One flipped bit of a tensor is an error that names the record, where plain torch loads it in silence."""
     path = tmp_path / "model.pt"
     safeckpt.save(NEW, path)
     data = bytearray(path.read_bytes())
@@ -583,7 +584,10 @@ def test_file_size_limit_of_any_size_keeps_the_old_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("buffering", [0, -1])
 def test_full_device_is_an_enospc_with_its_errno(buffering: int) -> None:
     """A file object on a full device gives the system's error, not one of torch's without an errno."""
-    with pytest.raises(OSError, match="No space left") as caught, open("/dev/full", "wb", buffering=buffering) as file:
+    with (
+        pytest.raises(OSError, match="No space left") as caught,
+        Path("/dev/full").open("wb", buffering=buffering) as file,
+    ):
         safeckpt.save(large(1.0), file)
     assert caught.value.errno == errno.ENOSPC
 

@@ -59,9 +59,7 @@ class Run:
         fixed = torch.Generator().manual_seed(1)
         self._data = torch.randn(256, 8, generator=fixed)
         self._target = self._data.sum(dim=1, keepdim=True)
-        self.model = nn.Sequential(
-            nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 1)
-        )
+        self.model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, max_lr=1e-2, total_steps=total_steps)
         self.counters = {"steps": 0}

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Content", "Dense", "Pack", "Span", "storage_bytes"]
 
-Cuts = "Iterable[tuple[int, int]]"
-
 # For moving elements about without interpreting them: a dtype of the same width that every kernel knows.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
@@ -90,7 +88,7 @@ class Dense:
         return length
 
     def pieces(self, cuts: Iterable[tuple[int, int]]) -> Iterator[memoryview]:
-        """Copy the elements together, then give the bytes of every cut."""
+        """Copy the elements together, then give the bytes of every cut; the copy lives as long as they do."""
         bits = _BITS[self.itemsize]
         device = self.storage.device
         kept = [axis for axis, stride in enumerate(self.stride) if stride]

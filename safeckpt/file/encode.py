@@ -77,10 +77,11 @@ def encode(tree: Any, *, root: str = "obj") -> Any:
     try:
         with no_collection():
             walker.walk(tree, 0)
-            walker.check_shared_storages(tree)
+            payload = _Rebuild(walker.replaced).of(tree) if walker.replaced else tree
+            walker.check_shared_storages(payload, root)
     except _RefusedError as refused:
         raise refused.error(root) from None
-    return _Rebuild(walker.replaced).of(tree) if walker.replaced else tree
+    return payload
 
 
 class _RefusedError(Exception):
@@ -230,7 +231,7 @@ class _Walker:
 
     def _other(self, kind: type, value: Any, depth: int) -> None:
         """Convert a value of another type, let it pass if it is registered, or refuse it."""
-        if id(value) in self._seen:
+        if id(value) in self._seen or id(value) in self.replaced:
             return
         plain = converted(value)
         if plain is not None:
@@ -239,10 +240,10 @@ class _Walker:
         if kind is torch.UntypedStorage or not (is_allowed(kind) or is_allowed(value)):
             raise _RefusedError(value, *special_reason(value))
         self._seen.add(id(value))
-        self._mixed = True
         if depth >= MOST_LEVELS:
             raise _RefusedError(value, _TOO_DEEP, _FLATTER)
         if not isinstance(value, _WITHOUT_PARTS):
+            self._mixed = True  # there may be tensors in it that this walk does not see
             self._parts(value, depth)
         reason = why_unreadable(value)
         if reason is not None:
@@ -277,17 +278,17 @@ class _Walker:
             raise _RefusedError(value, "", cure)
         self.replaced[id(value)] = plain
 
-    def check_shared_storages(self, tree: Any) -> None:
+    def check_shared_storages(self, payload: Any, root: str) -> None:
         """Refuse tensors of different element types that share bytes; both are named."""
         if not self._mixed:
             return
         try:
-            used_storages(tree).plan(pack=False)
+            used_storages(payload).plan(pack=False)
         except StorageTypeConflictError as conflict:
-            first, second = (_Finder(use).find(tree) for use in (conflict.first, conflict.second))
+            first, second = (_Finder(use).find(payload) for use in (conflict.first, conflict.second))
             if second is None or first is None:
-                raise _RefusedError(tree, str(conflict)) from None
-            second.reason = f"it shares memory with {first.location('obj')}, which has another dtype"
+                raise _RefusedError(payload, str(conflict)) from None
+            second.reason = f"it shares memory with {first.location(root)}, which has another dtype"
             second.cure = "save a copy of one of them: {x}.clone()."
             raise second from None
 

@@ -19,6 +19,7 @@ from torch._utils import _rebuild_parameter, _rebuild_qtensor, _rebuild_tensor, 
 from torch._weights_only_unpickler import _get_allowed_globals
 from torch.serialization import location_tag, normalize_storage_type
 
+from safeckpt.file.convert import EMPTY_BYTES
 from safeckpt.file.views import Use, UsedStorages
 
 if TYPE_CHECKING:
@@ -42,7 +43,18 @@ _KNOWN_CALLABLES = frozenset(
     [value for value in _get_allowed_globals().values() if isinstance(value, _CALLABLE)] + list(torch._storage_classes)
 )
 _KNOWN_KINDS = frozenset(
-    {OrderedDict, Counter, set, complex, bytearray, torch.Size, torch.dtype, torch.device, torch.layout}
+    {
+        type(EMPTY_BYTES),
+        OrderedDict,
+        Counter,
+        set,
+        complex,
+        bytearray,
+        torch.Size,
+        torch.dtype,
+        torch.device,
+        torch.layout,
+    }
 )
 _NOTHING = (int, ())  # what the first pass puts in the place of a tensor
 

@@ -35,7 +35,8 @@ class Placement:
         self.shared_keys = shared_keys
         self.shared: set[int] = set()
         self.failed = False
-        self.meta: bool = torch.serialization._is_meta_location(map_location)
+        named = isinstance(map_location, (str, torch.device))
+        self.meta = named and str(map_location).partition(":")[0] == "meta"
         self._keys: Iterator[str] = iter([key for key, claim in scan.claims.items() if claim.nbytes])
         self._restore: Callable[[Any, str], Any] = torch.serialization._get_restore_location(map_location)
         # Torch treats some values of map_location specially, so it is replaced only where there is a need to.

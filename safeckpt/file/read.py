@@ -115,11 +115,17 @@ class CheckpointFile:
         data = head[entry.data_offset : end + 1]
         entry.size, entry.crc = len(data), crc32(data)
         if not data or self._source.read(end + 1, archive.descriptor_bytes(entry)) != archive.descriptor(entry):
-            raise DamagedCheckpointError(
-                path=self.path, reason="its header is not what was written", record=HEADER_RECORD
-            )
-        header: dict[str, Any] = json.loads(data)
+            raise self._damaged_header()
+        try:
+            header = json.loads(data)
+        except (ValueError, RecursionError):
+            header = None
+        if type(header) is not dict:
+            raise self._damaged_header()
         return header
+
+    def _damaged_header(self) -> DamagedCheckpointError:
+        return DamagedCheckpointError(path=self.path, reason="its header is not what was written", record=HEADER_RECORD)
 
     def verify(self) -> FileReport:
         """Check every byte.

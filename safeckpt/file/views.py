@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Place", "Segment", "StorageTypeConflictError", "Use", "UsedStorages", "WholeStorage"]
 
-_MASK_ELEMENTS = 1 << 24  # larger segments with gaps are kept as they are rather than searched element by element
+_MASK_ELEMENTS = 1 << 24  # larger segments of several views are kept as they are, not searched element by element
 _PACKED_BYTES = 8 << 10  # a storage up to this size may be packed with others
 _PACK_BYTES = 1 << 20  # of one pack: what a tensor that is loaded by plain torch and kept alone holds on to
 _PACK_FROM = 1024  # fewer small storages than this are written one by one, as torch does
@@ -34,7 +34,8 @@ class StorageTypeConflictError(Exception):
     """Two views with different dtypes share memory, which the format cannot express."""
 
     def __init__(self, first: Use, second: Use) -> None:
-        super().__init__(f"tensors of {first.dtype} and {second.dtype} share memory")
+        names = (str(use.dtype or "a newer dtype") for use in (first, second))
+        super().__init__(f"tensors of {' and '.join(names)} share memory")
         self.first = first
         self.second = second
 
@@ -113,14 +114,15 @@ class Place:
 class UsedStorage:
     """A storage and every view of it, then the segments they need.
 
-    Segments are in the order of their origins: the byte of the storage that is the first one of the record.
+    Segments are in the order of their origins: the byte of the storage that is the first one of the record. Views
+    that share nothing, though the bytes between them interleave, have a record each.
     """
 
     storage: torch.UntypedStorage
     uses: list[Use] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     origins: list[int] = field(default_factory=list)
-    dense: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], Segment] = field(default_factory=dict)
+    alone: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], Place] = field(default_factory=dict)
 
     def _add(self, content: Content, origin: int) -> None:
         self.segments.append(Segment(content, self.storage))
@@ -139,28 +141,33 @@ class UsedStorage:
                 low -= low % unit
             if not self._without_gaps(group, low, high):
                 self._add(Span(self.storage, low, high), low)
-        if not self.segments and not self.dense:  # only views without elements
+        if not self.segments and not self.alone:  # only views without elements
             self._add(Span(self.storage, 0, 0), 0)
 
     def _without_gaps(self, group: list[Use], low: int, high: int) -> bool:
         """Give each view a record of its own when they share nothing and the segment has gaps."""
         views = {(use.itemsize, use.offset, use.size, use.stride): use for use in group}
-        if sum(use.needed_bytes for use in views.values()) >= high - low or not _disjoint(
-            list(views.values()), low, high
-        ):
+        needed = sum(use.needed_bytes for use in views.values())
+        if needed >= high - low or not _disjoint(list(views.values()), low, high):
             return False
         for key, use in views.items():
-            content = Dense(self.storage, use.itemsize, use.offset, use.size, use.stride, use.dense_stride())
-            self.dense[key] = Segment(content, self.storage)
+            self.alone[key] = self._place_alone(use)
         return True
+
+    def _place_alone(self, use: Use) -> Place:
+        if use.needed_bytes == use.high - use.low:
+            return Place(Segment(Span(self.storage, use.low, use.high), self.storage), 0, use.stride)
+        stride = use.dense_stride()
+        content = Dense(self.storage, use.itemsize, use.offset, use.size, use.stride, stride)
+        return Place(Segment(content, self.storage), 0, stride)
 
     def place(self, use: Use) -> Place:
         """Tell where a view that was planned for is found."""
-        dense = self.dense.get((use.itemsize, use.offset, use.size, use.stride))
-        if dense is not None:
-            return Place(dense, 0, use.dense_stride())
-        if not self.segments:  # a view without elements of a storage whose other views are all dense
-            return Place(next(iter(self.dense.values())), 0, use.stride)
+        alone = self.alone.get((use.itemsize, use.offset, use.size, use.stride))
+        if alone is not None:
+            return alone
+        if not self.segments:  # a view without elements of a storage whose other views have a record each
+            return Place(next(iter(self.alone.values())).segment, 0, use.stride)
         index = max(0, bisect_right(self.origins, use.low) - 1)
         segment, start = self.segments[index], use.low - self.origins[index]
         if use.low == use.high and not 0 <= start <= segment.content.nbytes:

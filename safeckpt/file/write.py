@@ -32,9 +32,8 @@ if TYPE_CHECKING:
 
     from safeckpt.file.archive import Buffer, Entry
     from safeckpt.file.checksum import CrcTask
-    from safeckpt.file.collecting import no_collection
     from safeckpt.file.contents import Content
-from safeckpt.file.pickling import Pickled
+    from safeckpt.file.pickling import Pickled
 
 __all__ = ["PreparedFile", "Writable", "WrittenFile", "header_bytes", "prepare", "write_file"]
 

@@ -140,6 +140,8 @@ class _Walk:
             self._globals(function.__module__, function.__globals__)
             if wrapped is not None:
                 self._function(wrapped)
+        elif callable(getattr(function, "__wrapped__", None)):
+            self._function(function.__wrapped__)
         else:
             self._value(type(function).__qualname__, function, CLOSURE, 0)
             for cls in type(function).__mro__:

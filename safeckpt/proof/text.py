@@ -92,7 +92,7 @@ def _losses(shown: KillReport) -> Iterator[str]:
     passed = shown.tolerances_passed
     worst = shown.kill_at + 1 + differences.index(largest)
     ladder = f"a tolerance of {passed[0]:g} would have let it pass" if passed else "no tolerance up to 1 lets it pass"
-    yield f"  Largest relative difference {largest:.3g} (step {worst}); {ladder}."
+    yield from _wrapped(f"Largest relative difference {largest:.3g} (step {worst}); {ladder}.", 2)
 
 
 def _value(loss: Any) -> str:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from safeckpt.state.guard import Guard, guarded_tensors
+from safeckpt.state.transfer import Transfer
 from safeckpt.state.tree import detached
 
 __all__ = ["Captured", "Component", "Order", "class_name"]
@@ -36,10 +37,12 @@ class Captured:
     Attributes:
         state: What the user finds under the component's name in the file, as plain torch would have it.
         record: What safeckpt needs besides to put it back exactly (flags, names, classes); plain values.
+        transfer: How the values of the state's tensors are read; a file's need not go through its mapping.
     """
 
     state: Any
     record: dict[str, Any] = field(default_factory=dict)
+    transfer: Transfer = field(default_factory=Transfer, compare=False)
 
 
 def class_name(obj: object) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,10 +78,21 @@ class Baseline:
             if tensor.layout is torch.strided:
                 self._infinite[report.name] = masks(tensor)[1].cpu()
 
-    def judge(self, parts: Iterable[tuple[Component, Captured]], guard: Guard) -> Verdict:
-        """Return what is not finite: one pass over everything guarded, one synchronisation per device and dtype."""
+    def judge(
+        self,
+        parts: Iterable[tuple[Component, Captured]],
+        guard: Guard,
+        looked_at: Callable[[torch.Tensor], None] | None = None,
+    ) -> Verdict:
+        """Return what is not finite: one pass over everything guarded, one synchronisation per device and dtype.
+
+        Args:
+            parts: The captured state.
+            guard: What has to be finite.
+            looked_at: See `nonfinite`.
+        """
         verdict = Verdict([], [])
-        for report, tensor in nonfinite(_guarded(parts, guard)):
+        for report, tensor in nonfinite(_guarded(parts, guard), looked_at):
             if self._is_old(report, tensor):
                 verdict.excused.append(report.name)
             else:

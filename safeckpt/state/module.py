@@ -139,13 +139,22 @@ class ModuleComponent(Component):
     def apply(self, captured: Captured) -> None:
         """Copy the values into the live tensors, then set each flag by itself: `train()` would set them all."""
         modules = clean_modules(self.obj)
-        own = {key for key, _ in self.obj.named_parameters(remove_duplicate=False)}
-        own |= {key for key, _ in self.obj.named_buffers(remove_duplicate=False)}
+        own: dict[str, torch.Tensor] = dict(self.obj.named_parameters(remove_duplicate=False))
+        own.update(self.obj.named_buffers(remove_duplicate=False))
+        at_once = self._loads_as_torch_does()
         state: OrderedDict[str, Any] = OrderedDict()
+        filled: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for key in self.obj.state_dict():
             saved = captured.state[_clean_key(key, modules)]
-            # Parameters and buffers take a copy by themselves; extra state may keep what it is given.
-            state[key] = saved if key in own else copy_tree(saved)
+            if key not in own:
+                state[key] = copy_tree(saved)  # extra state may keep what it is given
+            elif at_once and _is_ordinary(own[key]) and _is_ordinary(saved):
+                # Loading a tensor into itself copies nothing, and does all the rest that there is to loading.
+                state[key] = own[key]
+                filled[id(own[key])] = own[key].detach(), saved
+            else:
+                state[key] = saved  # parameters and buffers take a copy by themselves
+        captured.transfer.copy(filled.values())
         versions = getattr(captured.state, "_metadata", {})
         state._metadata = OrderedDict(  # type: ignore[attr-defined] # read by load_state_dict
             (raw, versions[clean]) for raw, (clean, _) in modules.items() if clean in versions
@@ -161,12 +170,26 @@ class ModuleComponent(Component):
             if parameter.requires_grad != wanted:
                 parameter.requires_grad_(wanted)
 
+    def _loads_as_torch_does(self) -> bool:
+        """Tell whether no code of the user's own looks at the saved values, which it could not tell from live ones."""
+        return type(self.obj).load_state_dict is nn.Module.load_state_dict and all(
+            not module._load_state_dict_pre_hooks
+            and type(module)._load_from_state_dict.__module__.partition(".")[0] == "torch"
+            for module in self.obj.modules()
+        )
+
     def guarded(self, captured: Captured, guard: Guard) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield parameters, and buffers and extra state when the guard looks at buffers."""
         parameters = captured.record["requires_grad"]
         for key, value in captured.state.items():
             if guard.buffers or key in parameters:
                 yield from guarded_tensors(value, join(self.name, key))
+
+
+def _is_ordinary(value: Any) -> bool:
+    """Tell whether a value is a tensor that a copy of its elements makes equal to another one."""
+    plain = type(value) in (torch.Tensor, nn.Parameter) and not (value.is_meta or value.is_quantized or value.is_nested)
+    return plain and value.layout is torch.strided and 0 not in value.stride()
 
 
 def _unlike(where: str, saved: Any, live: Any) -> Iterator[str]:

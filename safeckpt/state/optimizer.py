@@ -100,7 +100,7 @@ class OptimizerComponent(Component):
 
     def apply(self, captured: Captured) -> None:
         """Load through the optimizer's own method, then undo its casts: moments keep the dtype they were saved with."""
-        mapped = copy_tree(captured.state)
+        mapped = copy_tree(captured.state, captured.transfer, self._targets(captured))
         if _is_usual(captured):
             mapped["param_groups"] = self._mapped_groups(captured)
         self.obj.load_state_dict(mapped)
@@ -112,6 +112,25 @@ class OptimizerComponent(Component):
         self._matching = None  # holds the whole state
         if captured.record["stepped"]:
             self.obj._opt_called = True
+
+    def _targets(self, captured: Captured) -> dict[int, torch.Tensor]:
+        """Return where saved tensors can go at once, by their id: into the live state, or onto their device."""
+        targets: dict[int, torch.Tensor] = {}
+        taken: set[int] = set()
+        if not _is_usual(captured):
+            return targets
+        matching = self._matched(captured)
+        for source, row, live in zip(matching.sources, matching.rows, self.obj.param_groups, strict=True):
+            numbers = captured.state["param_groups"][source]["params"]
+            for position, parameter in zip(row, live["params"], strict=True):
+                entry = captured.state["state"].get(numbers[position])
+                now = self.obj.state.get(parameter, {})
+                for key, saved in entry.items() if isinstance(entry, dict) else ():
+                    target = _target(key, saved, now.get(key) if isinstance(now, dict) else None, parameter)
+                    if target is not None and target.data_ptr() not in taken:
+                        taken.add(target.data_ptr())
+                        targets[id(saved)] = target
+        return targets
 
     def _mapped_groups(self, captured: Captured) -> list[dict[str, Any]]:
         """Return the saved groups in the live order; each parameter keeps the number that its state is saved under."""
@@ -181,7 +200,8 @@ class OptimizerComponent(Component):
             kept = {key: options[key] for key in hyperparameters if key in options}
             groups[source] = {**groups[source], **copy_tree(kept)}
             first[source] = {**first[source], **copy_tree(kept)}
-        return Captured({**captured.state, "param_groups": groups}, {**captured.record, "first": first})
+        record = {**captured.record, "first": first}
+        return Captured({**captured.state, "param_groups": groups}, record, captured.transfer)
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,6 +215,30 @@ def _is_usual(captured: Captured) -> bool:
         return False
     groups = state.get("param_groups")
     return isinstance(groups, list) and [len(group["params"]) for group in groups] == [len(row) for row in slots]
+
+
+def _target(key: str, saved: Any, live: Any, parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return memory for a saved tensor where torch will leave it; None when that is not known."""
+    if type(saved) is not torch.Tensor or saved.layout is not torch.strided or not saved.numel():
+        return None
+    if type(live) is torch.Tensor and not live.requires_grad and _alike(live, saved):
+        return live
+    if key != "step" and not parameter.is_cpu and saved.is_cpu and saved.size() == parameter.size():
+        return torch.empty_strided(saved.size(), saved.stride(), dtype=saved.dtype, device=parameter.device)
+    return None
+
+
+def _alike(live: torch.Tensor, saved: torch.Tensor) -> bool:
+    return (
+        live.layout is torch.strided
+        and live.dtype == saved.dtype
+        and live.size() == saved.size()
+        and live.stride() == saved.stride()
+        and 0 not in live.stride()
+        and not live.is_quantized
+        and live.is_conj() == saved.is_conj()
+        and live.is_neg() == saved.is_neg()
+    )
 
 
 def _like(live: Mapping[str, Any]) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -7,7 +7,7 @@ writes a mask and is about twenty times slower. Only a tensor that fails it is l
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -60,8 +60,14 @@ def scan(named: Iterable[tuple[str, torch.Tensor]]) -> list[NonFiniteTensor]:
     return [report for report, _ in nonfinite(named)]
 
 
-def nonfinite(named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[NonFiniteTensor, torch.Tensor]]:
+def nonfinite(
+    named: Iterable[tuple[str, torch.Tensor]], looked_at: Callable[[torch.Tensor], None] | None = None
+) -> list[tuple[NonFiniteTensor, torch.Tensor]]:
     """Return (report, tensor) of the tensors that are not finite, in order; the engine of every guard.
+
+    Args:
+        named: The tensors with their names.
+        looked_at: Told of every larger stretch of memory that was looked at and is not needed any more.
 
     Raises:
         UnsavableStateError: A tensor's dtype or layout cannot be examined; it is named.
@@ -80,7 +86,7 @@ def nonfinite(named: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[NonFinite
                     numbers.append(len(entries))
                     members.append(values)
                     entries.append(entry)
-        suspects = [numbers[index] for numbers, members in groups.values() for index in _suspects(members)]
+        suspects = [numbers[index] for numbers, members in groups.values() for index in _suspects(members, looked_at)]
         found = [(_report(*entries[number]), entries[number][1]) for number in sorted(suspects)]
     return [(report, tensor) for report, tensor in found if report is not None]
 
@@ -134,7 +140,7 @@ def _quantized_scales(t: torch.Tensor) -> torch.Tensor:
     return torch.tensor([t.q_scale()], dtype=torch.float64)
 
 
-def _suspects(values: list[torch.Tensor]) -> list[int]:
+def _suspects(values: list[torch.Tensor], looked_at: Callable[[torch.Tensor], None] | None = None) -> list[int]:
     """Return the positions of those whose extremes are not finite, with one synchronisation.
 
     Small tensors are looked at in batches: fifty thousand calls of aminmax cost more than reading the memory.
@@ -154,7 +160,7 @@ def _suspects(values: list[torch.Tensor]) -> list[int]:
             room = _BATCH - size
     extremes: list[torch.Tensor] = []
     for batch in batches:
-        extremes += _aminmax(_joined([values[i] for i in batch]))
+        extremes += _aminmax(_joined([values[i] for i in batch]), looked_at)
     finite = torch.isfinite(torch.stack(extremes)).view(-1, 2).all(dim=1).tolist()
     found: list[int] = []
     for batch, is_finite in zip(batches, finite, strict=True):
@@ -177,13 +183,20 @@ def _joined(values: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([one if one.dim() == 1 else one.reshape(-1) for one in values])
 
 
-def _aminmax(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _aminmax(
+    values: torch.Tensor, looked_at: Callable[[torch.Tensor], None] | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     flat = _in_memory_order(values)
-    if flat.dtype in _NATIVE:
+    native = flat.dtype in _NATIVE
+    if native and (looked_at is None or flat.numel() <= _SMALL or not flat.is_contiguous()):
         low, high = torch.aminmax(flat)
         return low, high
-    # float8 and whatever comes next: widened piece by piece, so that no copy of the whole is made.
-    pieces = [torch.aminmax(piece.to(torch.float32)) for piece in flat.reshape(-1).split(_PIECE)]
+    # float8 and whatever comes next is widened piece by piece, so that no copy of the whole is made.
+    pieces = []
+    for piece in flat.reshape(-1).split(_PIECE):
+        pieces.append(torch.aminmax(piece if native else piece.to(torch.float32)))
+        if looked_at is not None:
+            looked_at(piece)
     return torch.stack([p.min for p in pieces]).amin(), torch.stack([p.max for p in pieces]).amax()
 
 

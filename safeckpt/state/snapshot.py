@@ -21,6 +21,7 @@ from safeckpt.state.component import Captured, Component
 from safeckpt.state.environment import differences, environment
 from safeckpt.state.generators import RngStreams
 from safeckpt.state.module import ModuleComponent
+from safeckpt.state.transfer import Reader, Transfer
 from safeckpt.state.tree import join
 
 __all__ = ["RESERVED_KEY", "Plan", "Snapshot", "capture", "plan"]
@@ -144,6 +145,7 @@ def plan(
     only: Collection[str] | None = None,
     keep_live: Collection[str] = (),
     path: object = None,
+    read: Reader | None = None,
 ) -> Plan:
     """Check `payload` against the live objects, all of it, and return what to apply.
 
@@ -153,6 +155,7 @@ def plan(
         only: Names to restore, `"rng"` among them for the process's streams; None for everything.
         keep_live: Hyper-parameters, as `component.name`, whose live value stays.
         path: For the error text.
+        read: Reads values straight from the file that `payload` is mapped from; None when it is in memory.
 
     Raises:
         ComponentMismatchError: A name is on one side only.
@@ -164,6 +167,7 @@ def plan(
     rng = own[_RNG] if only is None or _RNG in only else None
     found: list[str] = []
     parts: list[tuple[Component, Captured]] = []
+    transfer = Transfer(read)
     with RngStreams.untouched():
         for name in wanted:
             record = own["components"][name]
@@ -171,7 +175,8 @@ def plan(
             if record["kind"] != component.kind:
                 found.append(f"{name}: saved as a {record['kind']}, the live object is a {component.kind}")
                 continue
-            captured = Captured(payload[name], {key: value for key, value in record.items() if key != "kind"})
+            kept = {key: value for key, value in record.items() if key != "kind"}
+            captured = Captured(payload[name], kept, transfer)
             found += component.check(captured)
             parts.append((component, captured))
         if rng is not None:

@@ -1,7 +1,7 @@
 """Copies of a state that outlive the call, in memory that is allocated once and used again.
 
-Copying into fresh memory costs a page fault for every 4 KiB, about eight times the copy itself. So the buffers of
-the last copy are kept and filled again as long as the state keeps its shape.
+Touching fresh memory costs several times the copy itself. So the buffers of the last copy are kept and filled again
+as long as the state keeps its shape.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from safeckpt.state.tree import Cluster, clusters_of, map_tensors, named_tensors, place
+from safeckpt.state.transfer import Transfer, fresh
+from safeckpt.state.tree import Cluster, cloned, clusters_of, map_tensors, named_tensors, place
 
 __all__ = ["Staging"]
 
@@ -34,14 +35,17 @@ class Staging:
         """
         clusters = clusters_of(tensor for _, tensor in named_tensors(tree))
         self._fit(clusters)
+        Transfer().copy((buffer, cluster.memory()) for buffer, cluster in zip(self._buffers, clusters, strict=True))
         buffers = iter(self._buffers)
-        moved = place(clusters, lambda memory: next(buffers).copy_(memory, non_blocking=True))
+        moved = place(clusters, lambda _: next(buffers))
         for device in {cluster.device for cluster in clusters if cluster.device.type != "cpu"}:
             torch.accelerator.synchronize(device)
 
         def placed(tensor: torch.Tensor) -> torch.Tensor:
             # Sparse, quantised and the like have no place in a buffer: they are rare, and small.
-            return moved[id(tensor)]() if id(tensor) in moved else tensor.detach().to("cpu", copy=True)
+            if id(tensor) in moved:
+                return moved[id(tensor)]()
+            return cloned(tensor) if tensor.device.type == "cpu" else tensor.detach().cpu()
 
         return map_tensors(tree, placed, copy.deepcopy)
 
@@ -51,6 +55,8 @@ class Staging:
         if [(buffer.numel(), buffer.dtype) for buffer in self._buffers] != wanted:
             self._buffers = []  # freed before the new ones are made: two copies may not fit
             self._buffers = [
-                torch.empty(cluster.numel, dtype=cluster.dtype, pin_memory=cluster.device.type == "cuda")
+                torch.empty(cluster.numel, dtype=cluster.dtype, device="cpu", pin_memory=True)
+                if cluster.device.type == "cuda"
+                else fresh((cluster.numel,), (1,), cluster.dtype)
                 for cluster in clusters
             ]

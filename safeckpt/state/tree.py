@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 
+from safeckpt.state.transfer import Transfer, fresh
+
 __all__ = [
     "Cluster",
+    "cloned",
     "clusters_of",
     "copy_tree",
     "detached",
@@ -185,11 +188,56 @@ def detached(tree: Any) -> Any:
     return map_tensors(tree, lambda tensor: tensor.detach() if tensor.requires_grad else tensor)
 
 
-def copy_tree(tree: Any) -> Any:
-    """Return a copy that shares nothing mutable with `tree`; tensors that overlap in memory still do so in the copy."""
-    tensors = (tensor for _, tensor in named_tensors(tree))
-    moved = place(clusters_of(tensors), lambda memory: memory.clone())
-    return map_tensors(tree, lambda tensor: moved.get(id(tensor), lambda: tensor.detach().clone())(), copy.deepcopy)
+def copy_tree(tree: Any, transfer: Transfer | None = None, targets: Mapping[int, torch.Tensor] | None = None) -> Any:
+    """Return a copy that shares nothing mutable with `tree`; tensors that overlap in memory still do so in the copy.
+
+    Args:
+        tree: What to copy.
+        transfer: How the values of its tensors are read.
+        targets: Tensors that are to become the copies of others, by the id of the other; of the same shape each. They
+            are not used for what overlaps.
+    """
+    targets = targets or {}
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    moved: dict[int, Callable[[], torch.Tensor]] = {}
+
+    def copied(memory: torch.Tensor) -> torch.Tensor:
+        own = fresh(memory.size(), (1,), memory.dtype) if memory.is_cpu else torch.empty_like(memory)
+        copies.append((own, memory))
+        return own
+
+    clusters = clusters_of(tensor for _, tensor in named_tensors(tree))
+    for cluster in clusters:
+        target = targets.get(id(cluster.members[0])) if len(cluster.members) == 1 else None
+        if target is None:
+            moved.update(place([cluster], copied))
+        else:
+            copies.append((target, cluster.members[0]))
+            moved[id(cluster.members[0])] = partial(_itself, target)
+    (transfer or Transfer()).copy(copies)
+    return map_tensors(tree, lambda tensor: moved.get(id(tensor), partial(cloned, tensor))(), copy.deepcopy)
+
+
+def cloned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of any one tensor on its device, detached."""
+    t = tensor.detach()
+    if not t.is_quantized or t.qscheme() is not torch.per_channel_affine_float_qparams:
+        return t.clone()
+    # That scheme has no clone().
+    copied = torch._empty_per_channel_affine_quantized(
+        t.size(),
+        scales=t.q_per_channel_scales().clone(),
+        zero_points=t.q_per_channel_zero_points().clone(),
+        axis=t.q_per_channel_axis(),
+        dtype=t.dtype,
+        device=t.device,
+    )
+    copied.untyped_storage().copy_(t.contiguous().untyped_storage())
+    return copied
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def to_cpu(tree: Any) -> Any:

@@ -394,6 +394,17 @@ def test_root_name_is_used_in_the_path():
     with pytest.raises(UnsavableStateError) as caught:
         encode({"a": Color.RED}, root="components['counters']")
     assert caught.value.location == "components['counters']['a']"
+    base = torch.zeros(2)
+    with pytest.raises(UnsavableStateError, match=r"state\['a'\], which has another dtype") as caught:
+        encode({"a": base, "b": base.view(torch.int32), "n": np.float64(1)}, root="state")
+    assert caught.value.location == "state['b']"
+
+
+def test_array_under_two_names_becomes_one_tensor():
+    """What was one array is one tensor afterwards, also where it had to be copied."""
+    array_of_it = np.arange(3.0)[::-1]
+    got = round_trip([array_of_it, {"again": array_of_it}])
+    assert got[0] is got[1]["again"]
 
 
 def test_tuple_or_counter_that_contains_itself_is_refused():

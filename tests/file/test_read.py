@@ -16,10 +16,11 @@ import pytest
 import torch
 
 from safeckpt.errors import DamagedCheckpointError, FormatVersionError
-from safeckpt.file import FORMAT_VERSION, encode, open_file, verify, write_file
+from safeckpt.file import FORMAT_VERSION, archive, encode, open_file, verify, write_file
 from safeckpt.file import source as source_module
-from safeckpt.file.checksum import CHUNK_BYTES
+from safeckpt.file.checksum import CHUNK_BYTES, CrcPool
 from safeckpt.file.trailer import TRAILER_BYTES
+from safeckpt.file.write import _Writer
 from tests.file.same import assert_same
 from tests.file.states import corpus, loaded, trained, written
 
@@ -419,6 +420,20 @@ def test_damaged_header_is_found_by_the_header_alone():
     data = written({"w": torch.ones(2)}, header={"loss": 0.25})
     at = data.index(b"0.25")
     with open_file(io.BytesIO(data[:at] + b"9" + data[at + 1 :])) as file:
+        with pytest.raises(DamagedCheckpointError) as caught:
+            file.header()
+        assert caught.value.record == "safeckpt.json"
+
+
+@pytest.mark.parametrize("header", [b"[1]\n", b"{\n", b"\xff\n", b"[" * 100_000 + b"\n", b"null\n", b'{"a": 1}'])
+def test_header_that_was_never_a_header_is_damage(header):
+    """A record of that name with something else in it, however deeply nested, is refused."""
+    buffer = io.BytesIO()
+    names = archive.record_names(0, header=True, packs=False)
+    with CrcPool() as pool:
+        _Writer(buffer, pool).write(names, [header, b"\x80\x02N.", b"1", b"64", b"little", b"3\n"])
+    with open_file(buffer) as file:
+        assert file.load() is None
         with pytest.raises(DamagedCheckpointError) as caught:
             file.header()
         assert caught.value.record == "safeckpt.json"

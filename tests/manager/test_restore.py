@@ -123,7 +123,7 @@ def test_newest_is_restored_whole(tmp_path: Path) -> None:
 
 
 def test_checkpoint_says_what_was_saved(tmp_path: Path) -> None:
-    """The checkpoint that `save`, `checkpoints` and `latest` give carries step, path, loss, metrics, time, size, run."""
+    """What `save`, `checkpoints` and `latest` give carries step, path, loss, metrics, time, size and run."""
     run = Marked()
     with manager_of(tmp_path, run) as manager:
         first = manager.save(1, loss={"total": 1.5, "parts": [torch.tensor(1.0), 0.5]}, metrics={"a": 1})

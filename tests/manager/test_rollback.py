@@ -316,7 +316,9 @@ def test_lowered_learning_rate_that_is_undone_is_a_warning(tmp_path: Path) -> No
     with safeckpt.CheckpointManager(tmp_path, {"model": model, "optimizer": optimizer}) as manager:
         manager.save(1)
         optimizer.param_groups[0]["lr"] = 0.01
-        with pytest.warns(safeckpt.HyperparameterReplacedWarning, match=r"optimizer\.lr.*0\.01.*0\.1.*\nSet them again"):
+        with pytest.warns(
+            safeckpt.HyperparameterReplacedWarning, match=r"optimizer\.lr.*0\.01.*0\.1.*\nSet them again"
+        ):
             manager.rollback(changed=True)
     assert optimizer.param_groups[0]["lr"] == 0.1
     (event,) = events_in(tmp_path, "rolled_back")

@@ -29,7 +29,6 @@ from tests.manager.helpers import (
 )
 from tests.training import Marked, Run, bits
 
-
 # -- the file --------------------------------------------------------------------------------------------------------
 
 
@@ -202,7 +201,9 @@ def test_bad_tensor_is_refused_and_named(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == [1, 2]
 
 
-@pytest.mark.parametrize("loss", [math.nan, torch.tensor(math.inf), np.float32("-inf"), {"a": math.nan}, [1.0, math.inf]])
+@pytest.mark.parametrize(
+    "loss", [math.nan, torch.tensor(math.inf), np.float32("-inf"), {"a": math.nan}, [1.0, math.inf]]
+)
 def test_bad_loss_is_refused_and_kept_in_the_error(tmp_path: Path, loss: Any) -> None:
     """A loss that is not finite refuses the save; the error keeps it as Python numbers."""
     with manager_of(tmp_path, Marked()) as manager:
@@ -408,7 +409,10 @@ def test_file_that_cannot_be_deleted_is_a_warning(tmp_path: Path) -> None:
     with manager_of(tmp_path, Marked(), keep_last=1) as manager:
         manager.save(1)
         fault = Fault(1, errno.EACCES, {"unlink"})
-        with intercept(fault), pytest.warns(safeckpt.SafeckptWarning, match=r"step-00000001\.pt .*could not be deleted"):
+        with (
+            intercept(fault),
+            pytest.warns(safeckpt.SafeckptWarning, match=r"step-00000001\.pt .*could not be deleted"),
+        ):
             manager.save(2)
         assert fault.fired is not None
         assert steps_in(tmp_path) == [1, 2]
@@ -488,9 +492,14 @@ def test_closed_manager_refuses_and_still_reads(tmp_path: Path) -> None:
 
 def test_close_gives_the_directory_back(tmp_path: Path) -> None:
     """After `close`, also one by an exception, another manager takes the directory at once."""
-    with pytest.raises(LookupError), manager_of(tmp_path, Marked()) as manager:
-        manager.save(1)
-        raise LookupError
+
+    def fail() -> None:
+        with manager_of(tmp_path, Marked()) as manager:
+            manager.save(1)
+            raise LookupError
+
+    with pytest.raises(LookupError):
+        fail()
     with manager_of(tmp_path, Marked()) as manager:
         manager.restore()
         manager.save(2)

@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import types
@@ -15,7 +16,8 @@ from typing import Any
 import pytest
 
 import safeckpt
-from safeckpt.proof.workers import Functions
+from safeckpt.proof.runs import STRAIGHT, Job
+from safeckpt.proof.workers import Functions, Worker
 from tests.proof import loops
 
 MODULE = """
@@ -72,7 +74,7 @@ def test_each_run_has_a_process_of_its_own(tmp_path: Path, capfd: pytest.Capture
     assert [pids.count(pid) for pid in dict.fromkeys(pids)] == [6, 4, 2]
     assert str(os.getpid()) not in pids
     assert seen == ["straight run 1 of 1", "run to be killed after step 4", "resume after step 4"]
-    assert "killed with SIGKILL after the save, resumed in a fresh process" in str(report)
+    assert "killed with SIGKILL after the save, resumed in a fresh process" in " ".join(str(report).split())
     assert capfd.readouterr().out == ""
 
 
@@ -92,21 +94,30 @@ def test_script_with_a_guard_is_proven_in_fresh_processes(tmp_path: Path) -> Non
     assert (report["culprit"]["straight"], report["culprit"]["resumed"]) == ("3", "0")
 
 
-def test_error_in_a_process_is_raised_here_with_its_traceback() -> None:
+def run_in_worker(build: Any, step: Any, folder: Path) -> Any:
+    functions = Functions.of((build, step, None))
+    assert isinstance(functions, Functions)
+    worker = Worker()
+    try:
+        return worker.run(Job(STRAIGHT, 5), functions, folder / "record")
+    finally:
+        worker.close()
+
+
+def test_error_in_a_process_is_raised_here_with_its_traceback(tmp_path: Path) -> None:
     """What the user's code raises there is raised here, and a note has run and traceback."""
-    step = functools.partial(loops.failing_step, at=2)
     with pytest.raises(KeyError, match="no such batch") as caught:
-        safeckpt.prove_resume(loops.build_accumulating, step)
+        run_in_worker(loops.build_accumulating, functools.partial(loops.failing_step, at=2), tmp_path)
     (note,) = caught.value.__notes__
     assert note.startswith("In the proof's straight run, in a process of its own:\nTraceback")
     assert "failing_step" in note
 
 
-def test_process_that_dies_is_an_error_with_its_last_words() -> None:
-    """A process that is killed from outside proves nothing, and the error says how it ended."""
+def test_process_that_dies_is_an_error_with_its_last_words(tmp_path: Path) -> None:
+    """A process that is ended from outside proves nothing, and the error says how it ended."""
     with pytest.raises(safeckpt.ProofError, match="a last word") as caught:
-        safeckpt.prove_resume(loops.build_small, loops.dying_step)
-    assert (caught.value.run, caught.value.exit_code) == ("straight run", -15)
+        run_in_worker(loops.build_small, loops.dying_step, tmp_path)
+    assert (caught.value.run, caught.value.exit_code) == ("straight run", -signal.SIGTERM)
 
 
 def test_closures_are_proven_in_this_process_and_the_report_says_so() -> None:

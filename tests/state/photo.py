@@ -41,7 +41,8 @@ def bytes_of(tensor):
 
 def bits(tensor):
     """Return what a tensor is, without its identity."""
-    return (str(tensor.dtype), tuple(tensor.size()), str(tensor.layout), str(tensor.device), str(bytes_of(tensor)))
+    size = [tuple(part.size()) for part in tensor.unbind()] if tensor.is_nested else tuple(tensor.size())
+    return (str(tensor.dtype), size, str(tensor.layout), str(tensor.device), str(bytes_of(tensor)))
 
 
 def streams():

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
-from safeckpt import CheckpointManager
-from safeckpt.state import capture, copy_tree, register
+from safeckpt import CheckpointManager, StateMismatchError, load
+from safeckpt.state import capture, copy_tree, plan, register
 from safeckpt.state.snapshot import RESERVED_KEY
-from tests.state.photo import likeness, streams
+from tests.state.photo import changes, likeness, photograph, streams
 
 
 class Net(nn.Module):
@@ -133,3 +134,27 @@ def assert_resumes(build, path, *, kill=4, more=5, step=train_step, build_again=
 def payload_of(components):
     """Return a payload of its own memory, as read from a file."""
     return copy_tree(capture(register(components)).payload)
+
+
+def refusal(payload, components, **options):
+    """Plan a restore that has to be refused; return the mismatches after asserting that nothing at all has changed."""
+    registered = register(components)
+    before = photograph(**components)
+    with pytest.raises(StateMismatchError) as caught:
+        plan(registered, payload, **options)
+    assert changes(before, photograph(**components)) == []
+    return sorted(caught.value.mismatches)
+
+
+def give(payload, components, **options):
+    """Restore a payload into components; return the plan."""
+    ready = plan(register(components), payload, **options)
+    ready.apply()
+    return ready
+
+
+def through_file(components, path):
+    """Save the components to a file and return the payload as it is read back."""
+    with CheckpointManager(path, components) as manager:
+        checkpoint = manager.save(1)
+    return load(checkpoint.path)

@@ -10,17 +10,10 @@ from hypothesis import strategies as st
 
 from safeckpt import NonFiniteTensor, UnsavableStateError, find_nonfinite
 from safeckpt.state import scan as scan_module
+from tests.state.tensors import COMPLEX, DTYPES, FLOATING, TORCH_WARNINGS, Named
 
 NAN, INF = math.nan, math.inf
-DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
-FLOATING = [dtype for dtype in DTYPES if dtype.is_floating_point and "float4" not in str(dtype)]
-COMPLEX = [dtype for dtype in DTYPES if dtype.is_complex]
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:ComplexHalf support is experimental",
-    "ignore:torch.quantize_per_tensor, torch.quantize_per_channel",
-    "ignore:Sparse (CSR|CSC|BSR|BSC) tensor support is in beta",
-    "ignore:The PyTorch API of nested tensors is in prototype",
-)
+pytestmark = pytest.mark.filterwarnings(*TORCH_WARNINGS)
 
 
 def is_nan(value):
@@ -324,10 +317,6 @@ class Closed(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         raise NotImplementedError(f"{func} is not for wrappers")
-
-
-class Named(torch.Tensor):
-    """A subclass over plain memory."""
 
 
 def test_tensor_subclasses_are_examined_by_what_is_in_them():

@@ -1,0 +1,7 @@
+"""`python -m safeckpt`."""
+
+import sys
+
+from safeckpt.cli import main
+
+sys.exit(main())

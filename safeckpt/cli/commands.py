@@ -1,0 +1,234 @@
+"""The commands: their arguments, their help, and how errors come out."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import click
+
+from safeckpt.cli.changes import diff
+from safeckpt.cli.listing import list_directory, show_file, show_log
+from safeckpt.cli.screen import Screen
+from safeckpt.cli.target import TargetError, resolve
+from safeckpt.cli.upkeep import extract, prune, verify_paths
+from safeckpt.errors import DamagedCheckpointError, SafeckptError
+from safeckpt.proof import prove_resume
+
+__all__ = ["run"]
+
+_EPILOG = """\
+\b
+Exit codes:
+  0  done, and the answer is good
+  1  the answer is no: not exact, damaged, different
+  2  it could not be done: usage, no such file, directory held, no package
+
+Everything but prune and extract only reads, and works while a training run holds the directory.
+"""
+
+_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+_all = click.option("--all", "everything", is_flag=True, help="Print every value.")
+_directory = click.argument("directory", type=click.Path(exists=True, file_okay=False))
+
+
+def _file(name: str) -> Callable[[Any], Any]:
+    return click.argument(name, type=click.Path(exists=True, dir_okay=False))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run a command; errors are printed as text, without a traceback."""
+    try:
+        with Screen(as_json=False).warnings_as_lines():
+            code = group.main(list(arguments), prog_name="safeckpt", standalone_mode=False)
+    except click.exceptions.Exit as error:
+        return error.exit_code
+    except click.ClickException as error:
+        error.show()
+        return 2
+    except click.Abort:
+        _say("Aborted; nothing was changed.")
+        return 2
+    except SafeckptError as error:
+        _say(str(error))
+        return 1 if isinstance(error, DamagedCheckpointError) else 2
+    except OSError as error:
+        _say(str(error))
+        return 2
+    return code if isinstance(code, int) else 0
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"Error: {text}\n")
+
+
+@click.group(epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80})
+def group() -> None:
+    """Checkpoints that come back as the same run: look at them, check them, prove them."""
+
+
+@group.command(
+    short_help="The library at work, in a minute.",
+    context_settings={"ignore_unknown_options": True, "help_option_names": []},
+)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def demo(arguments: tuple[str, ...]) -> int:
+    """Train, kill, resume, poison, roll back: the library at work, in a minute."""
+    from safeckpt.demo import main  # noqa: PLC0415 - nothing else needs it
+
+    return main(list(arguments))
+
+
+@group.command("list", short_help="List the checkpoints in a directory.")
+@_directory
+@_json
+def list_(directory: str, *, as_json: bool) -> int:
+    """List the checkpoints in DIRECTORY.
+
+    The check is the cheap one: name, trailer, size, structure. `verify` reads every byte.
+    """
+    return list_directory(Screen(as_json=as_json), directory)
+
+
+@group.command(short_help="Show what is in a file.")
+@_file("file")
+@_all
+@_json
+def show(file: str, *, everything: bool, as_json: bool) -> int:
+    """Show what is in FILE: components, tensors, loss, metrics, environment."""
+    return show_file(Screen(as_json=as_json), file, everything=everything)
+
+
+@group.command(short_help="Check every byte of files and directories.")
+@click.argument("paths", nargs=-1, required=True, type=click.Path(exists=True), metavar="PATH...")
+@_json
+def verify(paths: tuple[str, ...], *, as_json: bool) -> int:
+    """Check every byte of files, and of all checkpoints in directories.
+
+    Exit code 1 when one of them is not good.
+    """
+    return verify_paths(Screen(as_json=as_json), paths)
+
+
+@group.command("diff", short_help="Compare two checkpoints, bit for bit.")
+@_file("a")
+@_file("b")
+@_all
+@_json
+def diff_(a: str, b: str, *, everything: bool, as_json: bool) -> int:
+    """Compare the checkpoints A and B, bit for bit.
+
+    The largest change of a tensor is that of one element; relative is that change as a share of the largest element
+    of A. Exit code 1 when anything differs.
+    """
+    return diff(Screen(as_json=as_json), a, b, everything=everything)
+
+
+@group.command(short_help="Print the history of a directory.")
+@_directory
+@click.option("--last", type=click.IntRange(min=0), help="Only the last so many events.")
+@_json
+def log(directory: str, last: int | None, *, as_json: bool) -> int:
+    """Print the history of DIRECTORY: saved, refused, restored, rolled back."""
+    return show_log(Screen(as_json=as_json), directory, last)
+
+
+@group.command("prune", short_help="Delete old checkpoints in a directory.")
+@_directory
+@click.option("--keep-last", type=click.IntRange(min=1), required=True, help="Newest checkpoints to keep.")
+@click.option("--keep-every", type=click.IntRange(min=1), help="Keep steps that are multiples of this.")
+@click.option("--keep-best", multiple=True, metavar="METRIC[:max]", help="Keep the best one for a metric.")
+@click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@_json
+def prune_(
+    directory: str,
+    keep_last: int,
+    keep_every: int | None,
+    keep_best: tuple[str, ...],
+    *,
+    dry_run: bool,
+    yes: bool,
+    as_json: bool,
+) -> int:
+    """Delete old checkpoints in DIRECTORY.
+
+    Every checkpoint that stays for being one of the last is verified first; damaged ones are never deleted and never
+    count. Takes the writer lock, so it is refused while a training run holds the directory (--dry-run is not).
+    """
+    return prune(
+        Screen(as_json=as_json), directory, keep_last=keep_last, keep_every=keep_every, keep_best=keep_best,
+        dry_run=dry_run, yes=yes or as_json,
+    )  # fmt: skip
+
+
+@group.command("extract", short_help="Write one component into a file of its own.")
+@_file("file")
+@click.argument("component")
+@click.option("-o", "--output", required=True, type=click.Path(dir_okay=False), help="A .pt or .safetensors file.")
+@click.option("--force", is_flag=True, help="Replace a file that is there.")
+@_json
+def extract_(file: str, component: str, output: str, *, force: bool, as_json: bool) -> int:
+    """Write one COMPONENT of FILE, for example model, into a file of its own."""
+    return extract(Screen(as_json=as_json), file, component, output, force=force)
+
+
+@group.command()
+@click.argument("target", metavar="MODULE:FUNCTION")
+@click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Length of the run.")
+@click.option("--kill-at", type=click.IntRange(min=0), multiple=True, help="Step of the kill; may be repeated. [10]")
+@click.option("--repeats", type=click.IntRange(min=1), default=2, show_default=True, help="Uninterrupted runs.")
+@click.option("--ablate", is_flag=True, help="Also leave out one component at a time.")
+@click.option("--train-step", metavar="NAME", help="The step function in MODULE. [train_step]")
+@click.option("--in-process", is_flag=True, help="No fresh processes and no real kill.")
+@click.option("--plot", type=click.Path(dir_okay=False), help="Draw both curves into this file.")
+@_json
+def prove(
+    target: str,
+    *,
+    steps: int,
+    kill_at: tuple[int, ...],
+    repeats: int,
+    train_step: str | None,
+    plot: str | None,
+    ablate: bool,
+    in_process: bool,
+    as_json: bool,
+) -> int:
+    """Prove that a run resumes as the same run, bit for bit.
+
+    MODULE is a file or a dotted name. FUNCTION is build(), which returns the components; the module's
+    train_step(components) does one step and returns the loss. Without such a function in the module, FUNCTION() is
+    called and returns (build, train_step).
+
+    Exit code 1 when the resumed losses are not exactly those of the uninterrupted run.
+    """
+    screen = Screen(as_json=as_json)
+    kills = list(kill_at) or [min(10, steps - 1)]
+    if max(kills) >= steps:
+        raise click.UsageError(f"--kill-at has to be below --steps, {steps}; got {max(kills)}")
+    with screen.status("importing") as status:
+        try:
+            build, step = resolve(target, train_step)
+            report = prove_resume(
+                build, step, steps=steps, kill_at=kills, repeats=repeats, ablations=ablate,
+                in_process=True if in_process else None, progress=status.update,
+            )  # fmt: skip
+        except TargetError as error:
+            raise click.UsageError(str(error)) from None
+        except SafeckptError:
+            raise
+        except BaseException as error:  # what the user's code raises must not look like the answer "not exact"
+            if not isinstance(error, Exception):
+                raise
+            traceback.print_exception(error)
+            return 2
+    if plot is not None:
+        try:
+            report.plot(plot)
+        except ImportError as error:
+            raise click.ClickException(str(error)) from None
+    sys.stdout.write((report.to_json() if as_json else str(report)) + "\n")
+    return 0 if report.exact else 1

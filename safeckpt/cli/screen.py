@@ -1,0 +1,111 @@
+"""What a command prints: tables for people, JSON for programs, progress while it takes long."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+__all__ = ["Screen", "number", "size"]
+
+_UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+class Screen:
+    """Standard output and standard error of one command.
+
+    Args:
+        as_json: Print JSON, and no progress.
+    """
+
+    def __init__(self, *, as_json: bool) -> None:
+        self.as_json = as_json
+        self._out = Console(highlight=False, soft_wrap=False)
+        self._errors = Console(stderr=True, highlight=False)
+
+    def json(self, value: Any) -> None:
+        """Print a value as JSON; NaN and infinities become strings, since JSON has no word for them."""
+        sys.stdout.write(json.dumps(_plain(value), indent=2, ensure_ascii=False) + "\n")
+
+    def line(self, text: str = "", style: str | None = None) -> None:
+        """Print a line; it is wrapped at the width of the terminal, 80 where there is none."""
+        self._out.print(Text(text, style or ""))
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
+        """Print rows under headings; what does not fit is folded, never cut.
+
+        Args:
+            columns: The headings.
+            rows: Their texts.
+            right: Headings of columns of numbers.
+        """
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+        for column in columns:
+            table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*(Text(cell) for cell in row))
+        self._out.print(table)
+
+    @contextmanager
+    def progress(self, total_bytes: int) -> Iterator[Progress]:
+        """Show a bar on standard error while a block runs; its first task counts bytes."""
+        columns = (TextColumn("{task.description}"), BarColumn(20), DownloadColumn(), TimeElapsedColumn())
+        quiet = self.as_json or not self._errors.is_terminal
+        with Progress(*columns, console=self._errors, transient=True, disable=quiet) as progress:
+            progress.add_task("", total=total_bytes)
+            yield progress
+
+    @contextmanager
+    def status(self, text: str) -> Iterator[Any]:
+        """Show a line on standard error while a block runs; `update(text)` changes it."""
+        with self._errors.status(text) as status:
+            yield status
+
+    @contextmanager
+    def warnings_as_lines(self) -> Iterator[None]:
+        """Print warnings as one line each on standard error, without the place in the code."""
+
+        def show(message: Warning | str, *_: object, **__: object) -> None:
+            self._errors.print(Text(f"warning: {message}", "yellow"))
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("default")
+            warnings.showwarning = show
+            yield
+
+
+def size(count: float) -> str:
+    """Return a number of bytes for people."""
+    for unit in _UNITS:
+        if count < 1000 or unit == _UNITS[-1]:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1000
+    raise AssertionError("unreachable")
+
+
+def number(value: Any) -> str:
+    """Return a loss or a metric for people: six digits of each number."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {number(one)}" for name, one in value.items())
+    if isinstance(value, list):
+        return ", ".join(number(one) for one in value)
+    return "" if value is None else f"{value:.6g}"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    return value if value is None or isinstance(value, str | int) else str(value)

@@ -1,0 +1,105 @@
+"""MODULE:FUNCTION on the command line to the two functions of a proof, here and in a new process."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+__all__ = ["FromPair", "TargetError", "resolve"]
+
+_TRAIN_STEP = "train_step"
+
+
+class TargetError(ValueError):
+    """What stands on the command line leads to no two functions."""
+
+
+@dataclass(frozen=True)
+class FromPair:
+    """One of the two functions that a third one returns; closures travel to a new process that way.
+
+    Attributes:
+        factory: Returns `(build, train_step)`.
+        position: Which of them this is.
+    """
+
+    factory: Callable[[], tuple[Any, Any]]
+    position: int
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The function itself."""
+        return _made(self.factory)[self.position]
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Call it."""
+        return self.__wrapped__(*arguments)
+
+
+@functools.cache
+def _made(factory: Callable[[], tuple[Any, Any]]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    made = factory()
+    if not isinstance(made, tuple) or len(made) != 2 or not all(callable(one) for one in made):
+        raise TargetError(
+            f"{factory.__qualname__}() has to return (build, train_step); or put a function {_TRAIN_STEP}(components) "
+            "into its module, then it is taken for build itself"
+        )
+    return made
+
+
+def resolve(target: str, train_step: str | None) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return build and train_step.
+
+    Args:
+        target: `MODULE:FUNCTION`, where the module is a dotted name or a file. FUNCTION is `build` when the module
+            has a `train_step`; otherwise it is called without arguments and returns `(build, train_step)`.
+        train_step: Name of the step function in the module, when it is another one.
+
+    Raises:
+        TargetError: The text has another form, or the module has no such function.
+        ImportError: There is no such module.
+    """
+    name, colon, function = target.rpartition(":")
+    if not colon or not name or not function:
+        raise TargetError(
+            f"{target!r} is not of the form MODULE:FUNCTION, such as train.py:build or package.train:build"
+        )
+    module = _module(name)
+    build = _function(module, function)
+    step = train_step or _TRAIN_STEP
+    if train_step is None and not hasattr(module, step):
+        return FromPair(build, 0), FromPair(build, 1)
+    return build, _function(module, step)
+
+
+def _module(name: str) -> ModuleType:
+    path = Path(name)
+    if path.suffix != ".py":
+        sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
+        return importlib.import_module(name)
+    if not path.is_file():
+        raise TargetError(f"there is no file {name}")
+    sys.path.insert(0, str(path.parent.absolute()))  # as running it does
+    loader = SourceFileLoader(path.stem, str(path.absolute()))
+    spec = spec_from_loader(path.stem, loader)
+    if spec is None:
+        raise TargetError(f"{name} cannot be imported")
+    module = module_from_spec(spec)
+    sys.modules[path.stem] = module
+    loader.exec_module(module)
+    return module
+
+
+def _function(module: ModuleType, name: str) -> Callable[..., Any]:
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise TargetError(f"{module.__name__} has no function {name}")
+    return found  # type: ignore[no-any-return]

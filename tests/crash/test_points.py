@@ -1,0 +1,191 @@
+"""A run that is killed, interrupted or refused at any operation of its store loses nothing and can go on."""
+
+from __future__ import annotations
+
+import errno
+import random
+import signal
+import warnings
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+
+import safeckpt
+from tests import children
+from tests.crash.scenarios import SCENARIOS, check_afterwards, fresh
+from tests.faults import Fault, Interrupt, Kill, contents, descriptor_count, intercept
+from tests.manager.helpers import checkpoint_files, manager_of, step_path, steps_in, temps_in
+from tests.training import Marked
+
+
+def _die(name: str, path: Path, number: int, when: str) -> None:
+    scenario = SCENARIOS[name]
+    manager, run = scenario.manager(path)
+    scenario.ready(manager, run)
+    with intercept(Kill(number, when)):
+        scenario.run(manager, run)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_kill_at_any_operation_leaves_the_old_state_or_the_new(memory_path: Path, name: str) -> None:
+    """SIGKILL before any operation (after the one before it) and after the last: the next process goes on.
+
+    It restores the old state or the new one, bit for bit, and saves on top of it.
+    """
+    scenario = SCENARIOS[name]
+    operations = scenario.operations(memory_path / "recorded")
+    points = [(number, "before") for number in range(1, len(operations) + 1)]
+    points.append((max(number for number, (_, well) in enumerate(operations, 1) if well), "after"))
+    found = []
+    for index, (number, when) in enumerate(points):
+        path = fresh(memory_path, scenario, index)
+        assert children.run(_die, name, path, number, when).signal == signal.SIGKILL
+        found.append(check_afterwards(path, scenario))
+    assert set(found) == set(scenario.allowed)
+    assert found[-1] == scenario.done
+
+
+ERRNOS = [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EACCES, errno.EROFS]
+
+
+@pytest.mark.parametrize("name", ["save and prune", "rewind"])
+def test_error_at_any_operation_is_reported_and_the_run_goes_on(memory_path: Path, name: str) -> None:
+    """Whichever operation fails, with whatever errno: the error has it or it is a warning, and the next save works.
+
+    A checkpoint is lost in no case, and the manager that met the error is the one that saves next.
+    """
+    scenario = SCENARIOS[name]
+    raised_at = set()
+    for number, (kind, _) in enumerate(scenario.operations(memory_path / "recorded"), 1):
+        path = fresh(memory_path, scenario, number)
+        manager, run = scenario.manager(path)
+        error = ERRNOS[number % len(ERRNOS)]
+        fault = Fault(number, error)
+        descriptors = descriptor_count()
+        with manager:
+            scenario.ready(manager, run)
+            before = checkpoint_files(path)
+            problem = None
+            with warnings.catch_warnings(record=True) as caught, intercept(fault):
+                warnings.simplefilter("always")
+                try:
+                    scenario.run(manager, run)
+                except OSError as failure:
+                    problem = failure
+            assert fault.fired is not None
+            assert fault.fired.kind == kind
+            assert temps_in(path) == []
+            assert all(issubclass(warning.category, safeckpt.SafeckptWarning) for warning in caught)
+            if problem is not None:
+                raised_at.add(kind)
+                assert problem.errno == error
+                assert str(path) in str(problem) or kind == "sync_directory"
+                assert set(before.values()) <= set(checkpoint_files(path).values())
+            assert isinstance(problem, safeckpt.DurabilityUnknownError) <= (kind == "sync_directory")
+            run.step = 60
+            manager.save(60)
+            fresh_run = scenario.manager(path)[1]
+        with manager_of(path, fresh_run) as again:
+            again.restore()
+        assert fresh_run.step == 60
+        assert descriptor_count() <= descriptors
+    assert {"create", "write", "sync", "replace", "sync_directory"} <= raised_at
+    assert "append" not in raised_at
+    assert name == "rewind" or "unlink" not in raised_at
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_interrupt_at_any_operation_leaves_a_manager_that_goes_on(memory_path: Path, when: str) -> None:
+    """Ctrl-C at any operation comes out as itself; the same manager knows what is saved, and saves the next step."""
+    scenario = SCENARIOS["save and prune"]
+    for number, (_, well) in enumerate(scenario.operations(memory_path / "recorded"), 1):
+        if when == "after" and not well:
+            continue
+        path = fresh(memory_path, scenario, number)
+        manager, run = scenario.manager(path)
+        with manager:
+            scenario.ready(manager, run)
+            with warnings.catch_warnings(), intercept(Interrupt(number, when)):
+                warnings.simplefilter("ignore", ResourceWarning)  # the fault drops files that are open already
+                with pytest.raises(KeyboardInterrupt):
+                    scenario.run(manager, run)
+            assert temps_in(path) == []
+            assert max(steps_in(path)) in (3, 4)
+            assert manager.step == max(steps_in(path))
+            run.step = 60
+            manager.save(60)
+            assert steps_in(path)[-1] == 60
+            assert manager.latest() is not None
+
+
+# -- at random moments -----------------------------------------------------------------------------------------------
+
+
+class Large(Marked):
+    """A state whose write takes long enough to be hit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight.register_buffer("large", torch.zeros(300_000))
+
+
+def _save_for_ever(connection: Connection, path: Path) -> None:
+    run = Large()
+    with manager_of(path, run, keep_last=2) as manager:
+        manager.restore()
+        for step in range(manager.step + 1, 10**6):
+            run.step = step
+            run.weight.large.fill_(step)
+            connection.send(manager.save(step).step)
+
+
+def _kill_at_random(path: Path, rounds: int, seed: int) -> dict[str, int]:
+    """Kill a saving process again and again; return how often which trace was found."""
+    moments = random.Random(seed)
+    traces = {"temporary file": 0, "unacknowledged": 0}
+    acknowledged = 0
+    for _ in range(rounds):
+        with children.Child(_save_for_ever, path) as child:
+            for _ in range(moments.randrange(1, 4)):
+                acknowledged = child.receive()
+            if child.connection.poll(moments.random() * 0.06):
+                acknowledged = child.receive()
+            child.kill()
+            try:
+                while True:
+                    acknowledged = child.receive()
+            except EOFError:
+                pass
+        traces["temporary file"] += bool(temps_in(path))
+        run = Large()
+        with manager_of(path, run) as manager:
+            restored = manager.restore()  # a file that is not good would be a warning, which is an error here
+        assert restored is not None
+        assert restored.step == run.step
+        assert restored.step - acknowledged in (0, 1)
+        assert run.weight.large.eq(run.step).all()
+        traces["unacknowledged"] += restored.step - acknowledged
+    return traces
+
+
+def test_kill_at_random_moments_loses_nothing(tmp_path: Path) -> None:
+    """Thirty times SIGKILL at some moment: what was acknowledged is there, nothing is half, every process goes on."""
+    _kill_at_random(tmp_path, 30, seed=1)
+    with manager_of(tmp_path, Large()) as manager:
+        manager.restore()
+        manager.save(10**6)
+        assert temps_in(tmp_path) == []
+        assert len(manager.checkpoints()) == len(steps_in(tmp_path))
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(10))
+def test_kill_at_very_many_random_moments_loses_nothing(tmp_path: Path, seed: int) -> None:
+    """Three thousand times SIGKILL at some moment; some of them leave a temporary file, none a wrong checkpoint."""
+    traces = _kill_at_random(tmp_path, 300, seed)
+    assert traces["temporary file"] > 0
+    assert step_path(tmp_path, max(steps_in(tmp_path))).exists()
+    assert contents(tmp_path)

@@ -1,0 +1,42 @@
+"""A real run, really killed, again and again: it comes out as if nothing had happened."""
+
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from tests.children import Child, run
+from tests.resume.digits import STEPS, recorded, train, unpack_digits
+
+KILLS = 20
+
+
+@pytest.mark.parametrize(
+    ("workers", "async_save"), [(0, False), (2, False), (0, True)], ids=["0 workers", "2 workers", "async"]
+)
+def test_digits_killed_twenty_times_end_bit_equal(tmp_path, workers, async_save):
+    """Every loss and the final state of a run killed at twenty random moments equal those of the run never killed."""
+    digits = tmp_path / "digits.pt"
+    unpack_digits(digits)
+    straight = run(train, digits, None, tmp_path / "straight.jsonl", 0)
+    expected = [loss for _, loss in recorded(tmp_path / "straight.jsonl")]
+    assert len(expected) == STEPS
+    losses = tmp_path / "killed.jsonl"
+    moments = random.Random(workers)
+    for _ in range(KILLS):
+        enough = len(recorded(losses)) + moments.randint(1, 8)
+        with Child(train, digits, tmp_path / "run", losses, workers, async_save=async_save, talks=False) as child:
+            while not losses.exists() or losses.read_bytes().count(b"\n") < enough:
+                assert not child.connection.poll(0.005), child.ended()
+            time.sleep(moments.random() * 0.02)  # anywhere in the step, the save or the prune that follows
+            os.killpg(child.pid, signal.SIGKILL)
+    final = run(train, digits, tmp_path / "run", losses, workers, async_save=async_save)
+
+    assert final.error is None
+    computed = recorded(losses)
+    assert len(computed) >= STEPS + KILLS // 2, "hardly any step was computed twice: the kills came too late"
+    assert [(step, loss) for step, loss in computed if loss != expected[step - 1]] == []
+    assert {step for step, _ in computed} == set(range(1, STEPS + 1))
+    assert final.value == straight.value

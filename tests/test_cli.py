@@ -1,0 +1,581 @@
+"""The command line: what each command prints, its exit code, and what it leaves alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import safeckpt
+from safeckpt.cli import main
+from safeckpt.cli.changes import _distance
+from tests.faults import contents, names_in
+from tests.fixtures import one_thread
+from tests.training import Run
+
+__all__ = ["one_thread"]
+
+pytest.importorskip("click")
+pytest.importorskip("rich")
+
+NAMES = [f"step-0000000{step}.pt" for step in (2, 4, 6)]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of a run: three checkpoints, a history, one refused step."""
+    path = tmp_path_factory.mktemp("runs") / "run"
+    run = Run()
+    with safeckpt.CheckpointManager(path, run.components, keep_last=9, save_every=2) as manager:
+        for step in range(1, 7):
+            manager.end_step(step, loss=run.step(), metrics={"accuracy": (7 - step) / 10})
+        with pytest.raises(safeckpt.NonFiniteError):
+            manager.end_step(7, loss=float("nan"))
+    return path
+
+
+@pytest.fixture
+def directory(written: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(written, tmp_path / "run"))
+
+
+Said = tuple[int, str, str]
+
+
+class Command:
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *arguments: Any) -> Said:
+        """Run a command; return its exit code, its standard output and its standard error."""
+        self._capsys.readouterr()
+        code = main([str(argument) for argument in arguments])
+        out, err = self._capsys.readouterr()
+        assert "Traceback" not in err
+        for line in out.splitlines() if "--json" not in arguments else []:
+            assert len(line) <= 80, line
+        return code, out, err
+
+    def json(self, *arguments: Any, code: int = 0) -> Any:
+        """Run a command with --json, and return what it prints."""
+        got, out, _ = self(*arguments, "--json")
+        assert got == code
+        return json.loads(out, parse_constant=pytest.fail)
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(capsys)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[3000] ^= 1
+    path.write_bytes(data)
+
+
+# -- list, show, log ---------------------------------------------------------------------------------------------------
+
+
+def test_list_shows_every_checkpoint(command: Command, directory: Path) -> None:
+    """Steps, losses, metrics and sizes, ascending; a file that is cut is there with the reason."""
+    newest = directory / NAMES[2]
+    newest.write_bytes(newest.read_bytes()[:-1])
+    code, out, _ = command("list", directory)
+    assert code == 0
+    assert "3 checkpoint(s)" in out
+    assert "accuracy 0.5" in out
+    assert "not good" in out
+    found = command.json("list", directory)
+    assert [one["step"] for one in found["checkpoints"]] == [2, 4, 6]
+    assert [one["good"] for one in found["checkpoints"]] == [True, True, False]
+    assert found["checkpoints"][0]["metrics"] == {"accuracy": 0.5}
+    assert found["checkpoints"][0]["loss"] == safeckpt.verify(directory / NAMES[0]).header["loss"]  # type: ignore[index]
+
+
+def test_list_of_an_empty_directory_is_empty(command: Command, tmp_path: Path) -> None:
+    """Nothing there is no error."""
+    assert command("list", tmp_path)[0] == 0
+    assert command.json("list", tmp_path)["checkpoints"] == []
+
+
+def test_list_tells_of_checkpoints_set_aside(command: Command, directory: Path) -> None:
+    """A timeline that was left is mentioned, not mixed in."""
+    run = Run()
+    with safeckpt.CheckpointManager(directory, run.components) as manager:
+        manager.restore(step=4)
+        manager.save(5)
+    code, out, _ = command("list", directory)
+    assert code == 0
+    assert "1 more set aside" in out
+    assert command.json("list", directory)["set_aside"] == ["aside-00000006.1.pt"]
+
+
+def test_show_has_components_tensors_and_environment(command: Command, directory: Path) -> None:
+    """Names, kinds, shapes, dtypes, sizes, loss, metrics and the environment are there."""
+    code, out, _ = command("show", directory / NAMES[2])
+    assert code == 0
+    for part in ("step 6, saved", "accuracy 0.1", "optimizer.model.0.weight.exp_avg", "[16, 8]", "float32", "torch 2."):
+        assert part in out
+    found = command.json("show", directory / NAMES[2])
+    assert [(one["name"], one["kind"]) for one in found["components"]] == [
+        ("model", "module"), ("optimizer", "optimizer"), ("scheduler", "scheduler"), ("counters", "counters"),
+    ]  # fmt: skip
+    values = {one["name"]: one for one in found["values"]}
+    assert values["model.0.weight"]["shape"] == [16, 8]
+    assert values["model.0.weight"]["size_bytes"] == 512
+    assert values["counters.steps"]["value"] == "6"
+    assert found["environment"]["torch"] == str(torch.__version__)
+
+
+def test_show_counts_what_is_not_finite(command: Command, tmp_path: Path) -> None:
+    """NaN and Inf that were allowed into a file are counted, by tensor and by component."""
+    mask = torch.tensor([float("-inf"), 0.0, float("nan")])
+    safeckpt.save(
+        {"model": {"mask": mask, "weight": torch.ones(2)}}, tmp_path / "a.pt", allow_nonfinite=("model.mask",)
+    )
+    found = command.json("show", tmp_path / "a.pt")
+    assert found["components"][0]["nonfinite_tensors"] == 1
+    values = {one["name"]: one for one in found["values"]}
+    assert (values["model.mask"]["nan_count"], values["model.mask"]["inf_count"]) == (1, 1)
+    assert (values["model.weight"]["nan_count"], values["model.weight"]["inf_count"]) == (0, 0)
+
+
+@pytest.mark.parametrize("obj", [{"epoch": 3, "weight": torch.ones(2, 2)}, torch.ones(3), [1, torch.ones(1)], 7])
+def test_show_knows_files_of_plain_torch(command: Command, tmp_path: Path, obj: Any) -> None:
+    """A file that plain torch wrote is shown, and said to be checked less."""
+    torch.save(obj, tmp_path / "plain.pt")
+    code, out, _ = command("show", tmp_path / "plain.pt", "--all")
+    assert code == 0
+    assert "only record CRCs checked" in " ".join(out.split())
+    assert command.json("show", tmp_path / "plain.pt")["self_proving"] is False
+
+
+def test_show_folds_a_long_list_of_tensors(command: Command, tmp_path: Path) -> None:
+    """Forty tensors are shown, and how to see the rest."""
+    safeckpt.save({f"layer{index}": torch.ones(1) for index in range(60)}, tmp_path / "many.pt")
+    assert "20 more tensors; --all" in command("show", tmp_path / "many.pt")[1]
+    assert "layer59" in command("show", tmp_path / "many.pt", "--all")[1]
+
+
+def test_damaged_file_is_shown_as_the_error_it_is(command: Command, directory: Path) -> None:
+    """The three parts of the message come out, no traceback, exit code 1."""
+    flip(directory / NAMES[2])
+    code, out, err = command("show", directory / NAMES[2])
+    assert (code, out) == (1, "")
+    assert "is damaged" in err
+    assert "Still safe:" in err
+    assert "Next:" in err
+
+
+def test_log_prints_the_history(command: Command, directory: Path) -> None:
+    """Saves and refusals in order, with what the events say."""
+    code, out, _ = command("log", directory)
+    assert code == 0
+    assert out.index("saved") < out.index("refused")
+    assert "loss nan" in out
+    assert [event["kind"] for event in command.json("log", directory)] == ["saved", "saved", "saved", "refused"]
+    assert [event["kind"] for event in command.json("log", directory, "--last", 1)] == ["refused"]
+    assert command.json("log", directory, "--last", 0) == []
+
+
+def test_log_without_a_history_says_so(command: Command, tmp_path: Path) -> None:
+    """No history is no error."""
+    code, out, _ = command("log", tmp_path)
+    assert code == 0
+    assert "has no history" in " ".join(out.split())
+
+
+# -- verify, diff ------------------------------------------------------------------------------------------------------
+
+
+def test_verify_finds_a_flipped_bit(command: Command, directory: Path) -> None:
+    """One bad file of a directory makes exit code 1, and is named with the record."""
+    assert command("verify", directory)[0] == 0
+    flip(directory / NAMES[1])
+    code, out, _ = command("verify", directory)
+    assert code == 1
+    assert "2 of 3 good" in out
+    found = command.json("verify", directory, code=1)
+    assert [one["good"] for one in found] == [True, False, True]
+    assert command("verify", directory / NAMES[0], directory / NAMES[2])[0] == 0
+    assert command("verify", directory / NAMES[0], directory / NAMES[1])[0] == 1
+
+
+def test_verify_of_nothing_is_no_success(command: Command, tmp_path: Path) -> None:
+    """A directory without checkpoints is an error: a check that checked nothing must not look good."""
+    code, _, err = command("verify", tmp_path)
+    assert code == 2
+    assert "holds no checkpoint" in err
+
+
+def test_diff_of_a_file_with_itself_is_empty(command: Command, directory: Path) -> None:
+    """Every value is equal, exit code 0."""
+    code, out, _ = command("diff", directory / NAMES[0], directory / NAMES[0])
+    assert code == 0
+    assert "equal, bit for bit" in out
+    assert command.json("diff", directory / NAMES[0], directory / NAMES[0])["equal"] is True
+
+
+def test_diff_says_what_changed_and_by_how_much(command: Command, directory: Path) -> None:
+    """Per component and per value, with the largest absolute and relative change; exit code 1."""
+    code, out, _ = command("diff", directory / NAMES[0], directory / NAMES[1])
+    assert code == 1
+    assert "counters.steps" not in out.split("value")[0]
+    found = command.json("diff", directory / NAMES[0], directory / NAMES[1], code=1)
+    changes = {one["name"]: one for one in found["changes"]}
+    assert (changes["counters.steps"]["first"], changes["counters.steps"]["second"]) == ("2", "4")
+    a, b = (torch.load(directory / name)["model"]["0.weight"].double() for name in NAMES[:2])
+    assert changes["model.0.weight"]["largest_change"] == float((b - a).abs().max())
+    assert changes["model.0.weight"]["largest_relative_change"] == float((b - a).abs().max() / a.abs().max())
+    components = {one["name"]: one for one in found["components"]}
+    assert components["model"]["bit_equal"] is False
+    assert components["model"]["changed"] + components["model"]["equal"] == components["model"]["values"]
+
+
+def test_diff_names_what_is_on_one_side_only(command: Command, tmp_path: Path) -> None:
+    """Values and components that came, went, or changed their shape or dtype are told apart."""
+    safeckpt.save({"m": {"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2)}, "x": {"n": 1}}, tmp_path / "a.pt")
+    safeckpt.save({"m": {"a": torch.ones(3), "b": torch.ones(2).half(), "d": torch.ones(2)}}, tmp_path / "b.pt")
+    code, out, _ = command("diff", tmp_path / "a.pt", tmp_path / "b.pt")
+    assert code == 1
+    for text in (
+        "float32[2] -> float32[3]",
+        "float32[2] -> float16[2]",
+        "only in A: float32[2]",
+        "only in B: float32[2]",
+    ):
+        assert text in out
+    components = command.json("diff", tmp_path / "a.pt", tmp_path / "b.pt", code=1)["components"]
+    assert [(one["name"], one["only_in_first"], one["only_in_second"]) for one in components] == [
+        ("m", 1, 1),
+        ("x", 1, 0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        (torch.tensor([1.0, -4.0]), torch.tensor([1.0, -3.0]), (1.0, 0.25)),
+        (torch.tensor([3], dtype=torch.int8), torch.tensor([5], dtype=torch.int8), (2.0, 2 / 3)),
+        (torch.tensor([True, False]), torch.tensor([True, True]), (1.0, 1.0)),
+        (torch.tensor([1 + 1j]), torch.tensor([1 - 1j]), (2.0, 2 / abs(1 + 1j))),
+        (torch.tensor([0.0]), torch.tensor([2.0]), (2.0, float("inf"))),
+        (torch.tensor([float("inf"), 1.0]), torch.tensor([float("inf"), 2.0]), (1.0, 1.0)),
+        (torch.tensor([float("nan"), 1.0]), torch.tensor([float("nan"), 1.0]), (0.0, 0.0)),
+        (torch.zeros(0), torch.zeros(0), (0.0, 0.0)),
+        (torch.ones(2), torch.ones(3), (None, None)),
+        (torch.ones(2).to_sparse(), torch.ones(2).to_sparse(), (None, None)),
+        ("a", "b", (None, None)),
+        (2, 4.0, (2.0, 1.0)),
+    ],
+)
+def test_largest_change_has_a_value_for_everything(a: Any, b: Any, expected: Any) -> None:
+    """Integers, booleans, complex numbers, infinities and what has no difference are all covered."""
+    assert _distance(a, b) == pytest.approx(expected, abs=0, rel=1e-7) if expected[0] is not None else (None, None)
+
+
+# -- prune, extract ----------------------------------------------------------------------------------------------------
+
+
+def test_dry_run_of_prune_deletes_nothing(command: Command, directory: Path) -> None:
+    """It says what would go and what stays, also while a run holds the directory."""
+    before = contents(directory)
+    with safeckpt.CheckpointManager(directory, Run().components) as manager:
+        manager.restore()
+        manager._enter_directory()
+        held = contents(directory)
+        code, out, _ = command("prune", directory, "--keep-last", 1, "--dry-run")
+        assert contents(directory) == held
+    assert code == 0
+    assert "To delete: step 2, 4" in out
+    assert "Stays: step 6" in out
+    assert {name: data for name, data in contents(directory).items() if name in before} == {
+        **before,
+        "events.jsonl": contents(directory)["events.jsonl"],
+    }
+
+
+def test_prune_keeps_what_its_rules_say(command: Command, directory: Path) -> None:
+    """The newest, the multiples and the best stay; the rest is gone, and the history says so."""
+    code, out, _ = command("prune", directory, "--keep-last", 1, "--yes")
+    assert code == 0
+    assert "Deleted 2 checkpoint(s)" in out
+    assert [name for name in names_in(directory) if name.endswith(".pt")] == NAMES[2:]
+    assert command.json("log", directory, "--last", 1)[0]["steps"] == [2, 4]
+    assert "Nothing to delete" in command("prune", directory, "--keep-last", 1, "--yes")[1]
+
+
+def test_prune_keeps_multiples_and_the_best(command: Command, directory: Path) -> None:
+    """Each rule saves its own."""
+    for arguments, stays in (
+        (("--keep-every", 4), [4, 6]),
+        (("--keep-best", "accuracy:max"), [2, 6]),
+        (("--keep-best", "accuracy"), [6]),
+    ):
+        found = command.json("prune", directory, "--keep-last", 1, "--dry-run", *arguments)
+        assert found["stays"] == stays
+    assert command("prune", directory, "--keep-last", 1, "--keep-best", "accuracy:most")[0] == 2
+
+
+def test_prune_never_trades_a_good_checkpoint_for_a_damaged_one(command: Command, directory: Path) -> None:
+    """A damaged newest file does not count as kept, so the newest good one stays, and it is not deleted either."""
+    flip(directory / NAMES[2])
+    found = command.json("prune", directory, "--keep-last", 1)
+    assert found["deleted"] == [2]
+    assert [name for name in names_in(directory) if name.endswith(".pt")] == NAMES[1:]
+
+
+def test_prune_asks_before_it_deletes(command: Command, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an answer nothing is deleted."""
+    before = names_in(directory)
+    monkeypatch.setattr("click.confirm", lambda *_, **__: (_ for _ in ()).throw(__import__("click").Abort()))
+    code, out, err = command("prune", directory, "--keep-last", 1)
+    assert code == 2
+    assert "To delete: step 2, 4" in out
+    assert "nothing was changed" in err
+    assert [name for name in names_in(directory) if name.endswith(".pt")] == [n for n in before if n.endswith(".pt")]
+
+
+def test_prune_is_refused_while_a_run_holds_the_directory(command: Command, directory: Path) -> None:
+    """The lock protects a running job; the error names the holder and everything stays."""
+    with safeckpt.CheckpointManager(directory, Run().components) as manager:
+        manager.restore()
+        manager._enter_directory()
+        before = contents(directory)
+        code, _, err = command("prune", directory, "--keep-last", 1, "--yes")
+        assert contents(directory) == before
+    assert code == 2
+    assert "is locked" in err
+    assert str(os.getpid()) in err
+
+
+def test_readers_work_while_a_run_holds_the_directory(command: Command, directory: Path) -> None:
+    """Listing, showing, checking and comparing need no lock and change nothing."""
+    run = Run()
+    with safeckpt.CheckpointManager(directory, run.components) as manager:
+        manager.restore()
+        manager.save(7)
+        before = contents(directory)
+        newest = directory / "step-00000007.pt"
+        assert command("list", directory)[0] == 0
+        assert command("show", newest)[0] == 0
+        assert command("verify", directory)[0] == 0
+        assert command("diff", newest, newest)[0] == 0
+        assert command("log", directory)[0] == 0
+        assert contents(directory) == before
+
+
+def test_extract_writes_a_file_that_plain_torch_reads(command: Command, directory: Path, tmp_path: Path) -> None:
+    """The model's state dict comes out as it is in the checkpoint."""
+    output = tmp_path / "weights.pt"
+    assert command("extract", directory / NAMES[2], "model", "-o", output)[0] == 0
+    state = torch.load(output)
+    expected = torch.load(directory / NAMES[2])["model"]
+    assert list(state) == list(expected)
+    assert all(torch.equal(state[name], expected[name]) for name in state)
+    Run().model.load_state_dict(state)
+
+
+def test_extract_writes_safetensors(command: Command, directory: Path, tmp_path: Path) -> None:
+    """With its package there, the other format works too."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    output = tmp_path / "weights.safetensors"
+    assert command.json("extract", directory / NAMES[2], "model", "-o", output)["size_bytes"] == output.stat().st_size
+    state = safetensors.load_file(output)
+    expected = torch.load(directory / NAMES[2])["model"]
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[name], expected[name]) for name in state)
+
+
+def test_extract_refuses_what_it_cannot_do(command: Command, directory: Path, tmp_path: Path) -> None:
+    """Unknown component, unknown ending, a file that is there, values that are no tensors: nothing is written."""
+    source = directory / NAMES[2]
+    there = tmp_path / "there.pt"
+    there.write_bytes(b"precious")
+    before = names_in(tmp_path)
+    for arguments, text in (
+        (("modell", "-o", tmp_path / "a.pt"), "it has: model, optimizer, scheduler, counters"),
+        (("model", "-o", tmp_path / "a.bin"), "has to end in"),
+        (("model", "-o", there), "--force replaces it"),
+        (("counters", "-o", tmp_path / "a.safetensors"), "no tensors (steps)"),
+    ):
+        code, _, err = command("extract", source, *arguments)
+        assert code == 2
+        assert text in " ".join(err.split())
+    assert names_in(tmp_path) == before
+    assert there.read_bytes() == b"precious"
+    assert command("extract", source, "model", "-o", there, "--force")[0] == 0
+    assert torch.load(there).keys() == torch.load(source)["model"].keys()
+
+
+def test_extract_to_safetensors_without_its_package_says_what_to_install(
+    command: Command, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error names the package, and no file is made."""
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    code, _, err = command("extract", directory / NAMES[2], "model", "-o", tmp_path / "a.safetensors")
+    assert code == 2
+    assert "pip install" in err
+    assert not (tmp_path / "a.safetensors").exists()
+
+
+# -- prove -------------------------------------------------------------------------------------------------------------
+
+
+MODULE = """
+import torch
+from tests.proof.loops import build_small as build, small_step
+
+CALLS = []
+
+def train_step(c):
+    return small_step(c)
+
+def drifting_step(c):
+    CALLS.append(1)
+    return small_step(c, scale=len(CALLS) + 1.0)
+
+def failing_step(c):
+    raise KeyError("no such batch")
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "a_training_script.py"
+    path.write_text(MODULE)
+    before = list(sys.path)
+    yield path
+    sys.path[:] = before
+    sys.modules.pop(path.stem, None)
+
+
+def test_prove_of_a_right_loop_is_exit_code_0(command: Command, module: Path, tmp_path: Path) -> None:
+    """The one-screen text, JSON and a picture come out of one command."""
+    target = f"{module}:build"
+    code, out, _ = command("prove", target, "--steps", 4, "--kill-at", 2, "--in-process", "--repeats", 1)
+    assert code == 0
+    assert out.startswith("Resume: EXACT. 2 of 2 resumed losses equal")
+    pytest.importorskip("matplotlib")
+    arguments = ("--steps", 4, "--kill-at", 1, "--kill-at", 2, "--in-process", "--ablate", "--plot", tmp_path / "a.png")
+    found = command.json("prove", target, *arguments)
+    assert [kill["kill_at"] for kill in found["kills"]] == [1, 2]
+    assert found["ablations"]["model"] == 0
+    assert (tmp_path / "a.png").exists()
+
+
+def test_prove_of_a_wrong_loop_is_exit_code_1(command: Command, module: Path) -> None:
+    """A loop that is not the same again is told apart from one that could not be run."""
+    arguments = ("--steps", 4, "--kill-at", 2, "--in-process", "--train-step")
+    code, out, _ = command("prove", f"{module}:build", *arguments, "drifting_step")
+    assert code == 1
+    assert "NOT" in out
+
+
+def test_prove_of_a_loop_that_raises_is_exit_code_2(capsys: pytest.CaptureFixture[str], module: Path) -> None:
+    """The user's own error comes out with its traceback, since it is his to find."""
+    code = main(["prove", f"{module}:build", "--train-step", "failing_step", "--in-process"])
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert "KeyError: 'no such batch'" in err
+    assert "failing_step" in err
+
+
+def test_prove_takes_a_function_that_returns_both(command: Command) -> None:
+    """Closures are proven through the function that makes them."""
+    code, out, _ = command("prove", "tests.proof.pair:both", "--steps", 4, "--kill-at", 2, "--in-process")
+    assert code == 0, out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("nowhere.py:build",), "there is no file nowhere.py"),
+        (("build",), "is not of the form MODULE:FUNCTION"),
+        (("tests.proof.loops:nothing",), "has no function nothing"),
+        (("tests.proof.loops:build", "--train-step", "nothing"), "has no function nothing"),
+        (("tests.proof.pair:neither", "--in-process"), "has to return (build, train_step)"),
+        (("tests.proof.loops:build", "--steps", "5", "--kill-at", "5"), "has to be below --steps"),
+    ],
+)
+def test_prove_of_something_else_says_what_is_wrong(command: Command, arguments: Any, text: str) -> None:
+    """The error says what was expected, exit code 2."""
+    code, _, err = command("prove", *arguments)
+    assert code == 2
+    assert text in " ".join(err.split())
+
+
+# -- the whole ---------------------------------------------------------------------------------------------------------
+
+
+def test_help_fits_and_lists_every_command(command: Command) -> None:
+    """Each command has a line, the exit codes are there."""
+    code, out, _ = command("--help")
+    assert code == 0
+    for name in ("demo", "diff", "extract", "list", "log", "prove", "prune", "show", "verify"):
+        assert f"\n  {name} " in out
+        assert name == "demo" or command(name, "--help")[0] == 0
+    assert "Exit codes" in out
+    assert "..." not in out.split("Commands:")[1].split("Exit codes")[0]
+
+
+@pytest.mark.parametrize(
+    "arguments", [("list",), ("list", "/nowhere"), ("nonsense",), ("show", "/tmp"), ("prune", "/tmp")]
+)
+def test_wrong_usage_is_exit_code_2(command: Command, arguments: Any) -> None:
+    """The error says which argument is wrong."""
+    code, _, err = command(*arguments)
+    assert code == 2
+    assert "Error:" in err
+
+
+def test_without_the_extra_the_message_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A missing package is exit code 2 with the line to type."""
+    for name in [name for name in sys.modules if name.startswith("safeckpt.cli.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "click", None)
+    assert main(["list", "."]) == 2
+    assert 'pip install "safeckpt[cli]"' in capsys.readouterr().err
+
+
+def test_demo_needs_no_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`safeckpt demo` gets its arguments and gives its exit code without click."""
+    seen = []
+
+    def demo(argv: list[str]) -> int:
+        seen.append(argv)
+        return 3
+
+    monkeypatch.setattr("safeckpt.demo.main", demo)
+    monkeypatch.setitem(sys.modules, "click", None)
+    assert main(["demo", "--fast"]) == 3
+    assert seen == [["--fast"]]
+
+
+def test_command_runs_as_a_module_and_into_a_closed_pipe(directory: Path) -> None:
+    """`python -m safeckpt` works, and a reader that goes away makes no traceback."""
+    root = str(Path(safeckpt.__file__).parents[1])
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    done = subprocess.run(
+        [sys.executable, "-m", "safeckpt", "list", str(directory), "--json"],
+        stdout=write_end,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": root},
+    )
+    os.close(write_end)
+    assert done.returncode != 0
+    assert done.stderr == ""
