@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import safeckpt
+from safeckpt.file import open_file, write_file
 from benchmarks.harness import DURABLE, Contestant, Options, Report, race, settle
 
 _FILES = 10_000
@@ -58,10 +59,14 @@ def _components() -> dict[str, Any]:
 
 
 def _fill(path: Path) -> None:
-    """Save 10,000 real checkpoints; in memory, where syncs cost nothing."""
-    with safeckpt.CheckpointManager(path, _components(), keep_last=1, keep_every=1) as manager:
-        for step in range(1, _FILES + 1):
-            manager.save(step, metrics={"accuracy": step % 97 / 97})
+    """Make 10,000 real checkpoints: one is saved, the others are written as it was, each with its own step."""
+    with _manager(path, keep_last=3) as manager:
+        first = manager.save(1, metrics={"accuracy": 0.0}).path
+    with open_file(first) as file:
+        payload, header = file.load(), file.header() or {}
+    for step in range(2, _FILES + 1):
+        with (path / f"step-{step:08d}.pt").open("xb") as file:
+            write_file(payload, file, header={**header, "step": step, "metrics": {"accuracy": step % 97 / 97}})
 
 
 def _manager(path: Path, **options: Any) -> safeckpt.CheckpointManager:

@@ -28,12 +28,14 @@ _LEAVES = (str, bytes, int, float, complex, type, types.ModuleType, torch.Tensor
 
 
 def _children(obj: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (name, object) of what `obj` is made of, without running any code of it."""
+    """Yield (name, object) of what `obj` is made of, without running any code of its class."""
+    for kind in (list, tuple, set, frozenset):
+        if isinstance(obj, kind):
+            few = kind.__len__(obj) <= _MAX_ITEMS
+            yield from ((str(index), item) for index, item in enumerate(kind.__iter__(obj) if few else ()))
     if isinstance(obj, dict):
-        items = list(obj.items()) if len(obj) <= _MAX_ITEMS else []
-        yield from ((str(key), value) for key, value in items)
-    elif isinstance(obj, list | tuple | set | frozenset):
-        yield from ((str(index), value) for index, value in enumerate(obj if len(obj) <= _MAX_ITEMS else ()))
+        few = dict.__len__(obj) <= _MAX_ITEMS
+        yield from ((str(key), value) for key, value in (dict.items(obj) if few else ()))
     elif isinstance(obj, functools.partial):
         yield from (("func", obj.func), ("args", obj.args), ("keywords", obj.keywords))
     elif isinstance(obj, types.MethodType | types.BuiltinMethodType):
@@ -44,8 +46,10 @@ def _children(obj: Any) -> Iterator[tuple[str, Any]]:
                 yield name, cell.cell_contents
             except ValueError:  # not assigned yet
                 continue
-    else:
-        yield from getattr(obj, "__dict__", {}).items()
+    try:
+        yield from object.__getattribute__(obj, "__dict__").items()
+    except AttributeError:  # has none
+        return
 
 
 def find_generators(roots: dict[str, Any], *, skip: tuple[Any, ...] = ()) -> dict[str, Any]:

@@ -95,15 +95,12 @@ class EpochOrder:
 
     def check(self, state: dict[str, Any]) -> list[str]:
         """Return what keeps `state` from being restored, one sentence each."""
-        saved: dict[str, Any] = state["generators"]
-        found = [
-            f"the order drew from {path}, which is not there now" for path in saved if path not in self._generators
-        ]
-        found += [
-            f"the order draws from {path}, which is not in the saved state" for path in self._generators.keys() - saved
-        ]
-        for path in saved.keys() & self._generators.keys():
-            found += self._generators[path].check(Captured(**saved[path]))
+        saved, live = state["generators"], self._generators
+        found = [f"the order drew from {path}, which is not there now" for path in saved if path not in live]
+        found += [f"the order draws from {path}, which is not in the saved state" for path in live if path not in saved]
+        for path, component in live.items():
+            if path in saved:
+                found += component.check(Captured(**saved[path]))
         if len(state["samplers"]) != len(self._stateful):
             found.append(f"samplers with a state_dict: {len(state['samplers'])} saved, {len(self._stateful)} now")
         return found

@@ -62,6 +62,8 @@ class ResumableLoader:
     """
 
     def __init__(self, dataloader: Any, *, seed: int | None = None, convert: Collection[str] = ()) -> None:
+        if isinstance(dataloader, ResumableLoader):
+            raise TypeError("this is a ResumableLoader already: use it as it is")
         if isinstance(convert, str) or not set(convert) <= set(CONVERTIBLE):
             raise ValueError(f"convert takes names among {', '.join(CONVERTIBLE)}; got {convert!r}")
         if seed is not None and (type(seed) is not int or not 0 <= seed < 2**63):

@@ -45,7 +45,6 @@ from safeckpt.state import (
     Staging,
     Verdict,
     capture,
-    find_nonfinite,
     guard_from_record,
     nonfinite_loss,
     plan,
@@ -265,7 +264,8 @@ class CheckpointManager:
 
         Cost:
             One pass over the tensors for the guard, one for checksum and write, an fsync of the file and one of the
-            directory. Tensors on a device are copied to the host piece by piece.
+            directory. Tensors on a device are copied to the host piece by piece. Files that another process wrote
+            are read once before they count as kept.
         """
         if self._writer.busy:
             self._event("waited", step, reason="the save before is still being written")
@@ -276,8 +276,7 @@ class CheckpointManager:
         gradients = self._captured_gradients()
         snapshot = capture(self._components, gradients=gradients)
         verdict = self._baseline.judge(snapshot.parts, self._guard)
-        grads = {f"{name}.grad": grad for name, grad in gradients.items()}  # the next step would use them
-        verdict.bad.extend(find_nonfinite(grads, allow=self._guard.allow_nonfinite))
+        verdict.bad.extend(self._gradients.judge(gradients, self._guard))
         if bad_loss is not None or verdict.bad:
             raise self._refusal(step, loss, bad_loss, verdict)
         payload = encode(snapshot.payload, root="payload")
@@ -309,13 +308,15 @@ class CheckpointManager:
         try:
             with self._replay.committing(checkpoint.step):
                 self._files.commit_step(checkpoint.step, prepared.write, size_bytes=prepared.size_bytes)
+            self._committed(checkpoint)
         except StepExistsError:
             raise
         except BaseException:
             if os.path.lexists(checkpoint.path):  # interrupted after the rename, or not known to be durable: saved
                 self._committed(checkpoint)
+                self._note_saved(checkpoint)
             raise
-        self._committed(checkpoint)
+        self._note_saved(checkpoint)
         self._pruning.prune()
         return checkpoint
 
@@ -451,16 +452,19 @@ class CheckpointManager:
             raise DirectoryInUseError(directory=self._files.path, steps=strangers)
 
     def _committed(self, checkpoint: Checkpoint) -> None:
-        """Note a new checkpoint; memory is updated after the disk."""
+        """Note a new checkpoint; memory is updated after the disk. Interrupted, it can be called again."""
         self._run_id = checkpoint.run_id
         self._saved = checkpoint.step
         self._step = max(self._step, checkpoint.step)  # written in the background, training may be further
         self._begun = True
         self._known.add(checkpoint.step)
         self._catalog.wrote(checkpoint.step)
-        self._failed = None
+        if self._failed is not None and self._failed[0] <= checkpoint.step:
+            self._failed = None
         self._rollbacks.clear()
         self._due.saved(checkpoint.step)
+
+    def _note_saved(self, checkpoint: Checkpoint) -> None:
         self._event("saved", checkpoint.step, loss=checkpoint.loss, size_bytes=checkpoint.size_bytes)
 
     # -- restoring ---------------------------------------------------------------------------------------------------
@@ -488,7 +492,7 @@ class CheckpointManager:
         Raises:
             CheckpointNotFoundError: There is no checkpoint of this step.
             NoGoodCheckpointError: There are checkpoints and none is good: a fresh start must not look like a resume.
-            DamagedCheckpointError: The file of the step that was named is not good.
+            LoadError: The file of the step that was named is not good, or asks for a type that is not registered.
             FormatVersionError: The newest file is of a newer format.
             ComponentMismatchError: A component is on one side only.
             StateMismatchError: Something does not fit; `mismatches` lists all of it.
@@ -517,7 +521,7 @@ class CheckpointManager:
         whole = only is None or set(self._components) <= set(only)
         if whole:
             self._adopt(checkpoint)
-            same = not keep_live and (step is None or not self._left)
+            same = not keep_live and (step is None or not self._left) and (only is None or "rng" in only)
             self._replay.restored(checkpoint.step, same=same, changed=ready.environment)
         else:
             self._replay.left(self._saved)
@@ -636,6 +640,11 @@ class CheckpointManager:
             CheckpointNotFoundError: There is no good checkpoint to go back to. Nothing was changed.
             ValueError: `skip_batches` is negative, or no component is a loader that can leave out batches.
             DirectoryLockedError: Another writer holds the directory. Nothing was changed.
+
+        Warns:
+            SkippedCheckpointWarning: A newer file was passed over, with the reason.
+            HyperparameterReplacedWarning: What was changed by hand before this call, such as a learning rate, is the
+                file's again.
         """
         self._refuse_closed()
         self.wait()

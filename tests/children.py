@@ -80,7 +80,7 @@ class Child:
         """Return what the child sent; EOFError when it is dead."""
         try:
             return self.connection.recv()
-        except ConnectionResetError:
+        except OSError:  # also in the middle of a message
             raise EOFError from None
 
     def ask(self, question: Any) -> Any:

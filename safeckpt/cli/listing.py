@@ -35,7 +35,9 @@ def list_directory(screen: Screen, path: str) -> int:
     if screen.as_json:
         screen.json({"directory": files.path, "checkpoints": rows, "set_aside": asides})
         return 0
-    screen.line(f"{files.path}: {len(rows)} checkpoint(s), {size(sum(row.get('size_bytes', 0) for row in rows))}")
+    total = size(sum(row.get("size_bytes", 0) for row in rows))
+    screen.line(str(files.path))
+    screen.line(f"{len(rows)} checkpoint(s), {total}")
     if rows:
         screen.table(
             ("step", "saved (UTC)", "size", "loss", "metrics", "check"),

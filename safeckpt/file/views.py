@@ -257,7 +257,7 @@ class UsedStorages:
             whole = self._whole.get(key)
             if whole is not None:
                 whole.count += len(used.uses)
-                used.uses.append(whole.use())
+                used.uses.insert(0, whole.use())
             used.plan()
             if whole is not None:
                 whole.put(used.segments[0])
@@ -315,7 +315,7 @@ def _groups(uses: list[Use]) -> list[list[Use]]:
     """Group the views that share bytes, or touch and are of one dtype."""
     groups: list[list[Use]] = []
     high = 0
-    for use in sorted(set(uses), key=lambda use: (use.low, use.high)):
+    for use in sorted(dict.fromkeys(uses), key=lambda use: (use.low, use.high)):
         if use.low == use.high:
             continue
         same = bool(groups) and groups[-1][0].dtype == use.dtype

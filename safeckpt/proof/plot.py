@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["plot"]
 
+_WIDE = 30.0  # largest to smallest loss from which on a log scale shows more
 _STRAIGHT, _RESUMED, _MARK = "#9aa7b5", "#1f5fa8", "#c62828"
 
 
@@ -44,7 +45,8 @@ def plot(report: ResumeReport, path: str | os.PathLike[str]) -> None:
     for panel in (upper, lower):
         panel.axvline(shown.kill_at + 0.5, color="black", linewidth=1, linestyle=":")
         panel.grid(alpha=0.25)
-    if min(value for value in straight + resumed if math.isfinite(value)) > 0:
+    positive = [value for value in straight + resumed if 0 < value < math.inf]
+    if len(positive) == len(straight + resumed) and max(positive) > _WIDE * min(positive):
         upper.set_yscale("log")
     upper.set_ylabel("loss")
     upper.set_title(_title(report), loc="left", fontsize=10)
@@ -73,12 +75,17 @@ def _relative(panel: Any, first: int, differences: Sequence[float]) -> None:
     """Draw the differences on a log scale, which has no place for 0: equal steps stand on the lower edge."""
     steps = range(first, first + len(differences))
     finite = [value for value in differences if 0 < value < math.inf]
-    low = 10.0 ** (math.floor(math.log10(min([*finite, 1e-6]))) - 1)
-    high = 10.0 ** (math.ceil(math.log10(max([*finite, 1e-1]))))
+    bottom = math.floor(math.log10(min([*finite, 1e-6]))) - 1
+    top = math.ceil(math.log10(max([*finite, 1e-1])))
+    low, high = 10.0**bottom, 10.0**top
     panel.set_yscale("log")
     panel.set_ylim(low / 3, high * 3)
+    powers = range(bottom + 1, top + 1, 1 + (top - bottom) // 6)
+    panel.set_yticks([low, *(10.0**power for power in powers)], ["0", *(f"$10^{{{power}}}$" for power in powers)])
+    panel.minorticks_off()
     equal = [step for step, value in zip(steps, differences, strict=True) if value == 0]
-    panel.plot(equal, [low] * len(equal), "o", color=_RESUMED, markersize=5, label="equal, bit for bit")
+    if equal:
+        panel.plot(equal, [low] * len(equal), "o", color=_RESUMED, markersize=5, label="equal, bit for bit")
     apart = [(step, min(value, high)) for step, value in zip(steps, differences, strict=True) if value > 0]
     if apart:
         panel.vlines([step for step, _ in apart], low / 3, [value for _, value in apart], color=_MARK, linewidth=2)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from safeckpt.state.component import Captured, Component
+from safeckpt.state.generators import RngStreams
 from safeckpt.state.guard import Guard, matcher
 from safeckpt.state.module import ModuleComponent
 from safeckpt.state.scan import NonFiniteTensor, masks, nonfinite
@@ -66,9 +67,10 @@ class Baseline:
 
     def __init__(self, components: Mapping[str, Component]) -> None:
         self._infinite: dict[str, torch.Tensor] = {}
-        for component in components.values():
-            if isinstance(component, ModuleComponent):
-                self._note(component)
+        with RngStreams.untouched():  # a user's state_dict may draw
+            for component in components.values():
+                if isinstance(component, ModuleComponent):
+                    self._note(component)
 
     def _note(self, module: ModuleComponent) -> None:
         captured = module.capture()

@@ -15,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from safeckpt.state.component import Component
+from safeckpt.state.guard import Guard, NonFiniteTensor, find_nonfinite
 
 __all__ = ["Gradients"]
 
@@ -32,6 +33,7 @@ class Gradients:
     def __init__(self, components: Mapping[str, Component]) -> None:
         self._parameters = {name: p for one in components.values() for name, p in one.parameter_names().items()}
         self._spent: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._scalers = [one.obj for one in components.values() if isinstance(one.obj, torch.amp.GradScaler)]
         optimizers = [one.obj for one in components.values() if isinstance(one.obj, Optimizer)]
         self._held = {id(p) for optimizer in optimizers for p in _parameters(optimizer)}
         self._hooks = [optimizer.register_step_post_hook(self._note) for optimizer in optimizers]
@@ -61,6 +63,16 @@ class Gradients:
             return False
         # zero_grad(set_to_none=False) touches a gradient and leaves nothing in it.
         return bool(grad.count_nonzero()) if grad.layout is torch.strided else True
+
+    def judge(self, gradients: Mapping[str, torch.Tensor], guard: Guard) -> list[NonFiniteTensor]:
+        """Return which of the gradients are not finite and would poison the next step.
+
+        Under a gradient scaler none does: that skips the step of gradients that overflowed, which happens every now
+        and then in a healthy run, and leaves them where they are.
+        """
+        if any(scaler.is_enabled() for scaler in self._scalers):
+            return []
+        return find_nonfinite({f"{name}.grad": grad for name, grad in gradients.items()}, allow=guard.allow_nonfinite)
 
     def close(self) -> None:
         """Take the hooks off."""

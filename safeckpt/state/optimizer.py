@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from safeckpt.state.component import Captured, Component, Order, class_name
 from safeckpt.state.guard import Guard, guarded_tensors
 from safeckpt.state.matching import Matching, Slot, match, positional
-from safeckpt.state.options import overruled, plain
+from safeckpt.state.options import overruled, plain, same
 from safeckpt.state.tree import copy_tree, detached, join, map_tensors
 
 __all__ = ["OptimizerComponent"]
@@ -182,8 +182,10 @@ class OptimizerComponent(Component):
         lines = []
         for index, (source, live) in enumerate(zip(sources, self.obj.param_groups, strict=True)):
             where = f" (group {index})" if len(sources) > 1 else ""
-            first = captured.record["first"][source]
-            for key, change in overruled(_options(live), _options(groups[source]), first, moving):
+            first, saved = captured.record["first"][source], _options(groups[source])
+            # What a scheduler began from is the script's rate too, for a script that makes the scheduler only later.
+            begun = {"lr"} if "initial_lr" in saved and same(live.get("lr"), saved["initial_lr"]) else set()
+            for key, change in overruled(_options(live), saved, first, moving | begun):
                 lines.append(f"{self.name}.{key}{where}: {change}")
         return lines
 
@@ -261,8 +263,11 @@ def _uncast(saved: Any, live: Any) -> Any:
         return saved if live.startswith("<generator object ") else live  # torch rebuilds any iterable from its parts
     if isinstance(saved, dict) and isinstance(live, dict) and saved.keys() == live.keys():
         result = saved.copy()  # an OrderedDict or Counter has become a plain dict
-        result.update((key, _uncast(value, live[key])) for key, value in saved.items())
+        for key, value in saved.items():
+            result[key] = _uncast(value, live[key])
         return result
+    if isinstance(saved, set | frozenset) and type(live) is type(saved) and len(live) == len(saved):
+        return saved  # has no order in which its elements could be compared
     if isinstance(saved, list | tuple) and type(live) is type(saved) and len(live) == len(saved):
         return type(saved)(map(_uncast, saved, live))
     return live

@@ -132,7 +132,8 @@ def uncaptured(components: Mapping[str, Any]) -> list[str]:
     registered = register(components)
     optimizers = {name: obj for name, obj in components.items() if isinstance(obj, Optimizer)}
     # Those inside another object, such as a wrapper for mixed precision, are in the hands of its state_dict.
-    known = [*optimizers.values(), *(one for obj in components.values() for one in _inner(obj))]
+    others = (obj for obj in components.values() if not isinstance(obj, nn.Module))
+    known = [*optimizers.values(), *(one for obj in others for one in _inner(obj))]
     held = {id(p) for one in known if isinstance(one, Optimizer) for group in one.param_groups for p in group["params"]}
     owned = {id(p) for component in registered.values() for p in component.parameter_names().values()}
     found: list[str] = []

@@ -97,6 +97,10 @@ class CountersComponent(Component):
 
     kind = "counters"
 
+    def __init__(self, name: str, obj: dict[Any, Any]) -> None:
+        super().__init__(name, obj)
+        self._expected = set(obj)  # what the script puts in it; the rest is added while training
+
     def parameter_names(self) -> dict[str, torch.Tensor]:
         """Return the tensors that are trained, such as a learned temperature that belongs to no module."""
         return {name: tensor for name, tensor in named_tensors(self.obj, self.name) if tensor.requires_grad}
@@ -106,14 +110,17 @@ class CountersComponent(Component):
         return Captured(detached(self.obj), {"trained": list(self.parameter_names())})
 
     def check(self, captured: Captured) -> list[str]:
-        """Refuse a file without an entry that the live dict has; entries added while training come back."""
-        found = [
-            f"{self.name}: entry {key!r} is not in the checkpoint" for key in self.obj if key not in captured.state
-        ]
+        """Refuse a file without an entry that the script has, or with another form of something that is trained.
+
+        Entries added while training come back, or go when the file is from before.
+        """
+        found = []
         for key, live in self.obj.items():
-            saved = captured.state.get(key)
-            if isinstance(live, torch.Tensor) and key in captured.state and not _fits(live, saved):
-                found.append(f"{self.name}: entry {key!r} was {_kind_of(saved)}, now it is {_kind_of(live)}")
+            if key not in captured.state and key in self._expected:
+                found.append(f"{self.name}: entry {key!r} is not in the checkpoint")
+            elif isinstance(live, torch.Tensor) and live.requires_grad and not _fits(live, captured.state.get(key)):
+                before, now = _kind_of(captured.state.get(key)), _kind_of(live)
+                found.append(f"{self.name}: entry {key!r}, which is trained, was {before}, now it is {now}")
         return found
 
     def apply(self, captured: Captured) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import faulthandler
 import random
+import resource
 import signal
 import warnings
 from multiprocessing.connection import Connection
@@ -15,7 +17,7 @@ import torch
 import safeckpt
 from tests import children
 from tests.crash.scenarios import SCENARIOS, check_afterwards, fresh
-from tests.faults import Fault, Interrupt, Kill, contents, descriptor_count, intercept
+from tests.faults import Fault, Interrupt, Kill, LineInterrupt, contents, descriptor_count, intercept
 from tests.manager.helpers import checkpoint_files, manager_of, step_path, steps_in, temps_in
 from tests.training import Marked
 
@@ -118,6 +120,92 @@ def test_interrupt_at_any_operation_leaves_a_manager_that_goes_on(memory_path: P
             manager.save(60)
             assert steps_in(path)[-1] == 60
             assert manager.latest() is not None
+
+
+PACKAGE = Path(safeckpt.__file__).parent
+
+
+def _interrupt_lines(path: Path, part: str, stride: int) -> tuple[int, list[str]]:
+    """Interrupt a save at every stride-th line of a part of the package; return the lines and what went wrong."""
+    if stride == 1:
+        faulthandler.cancel_dump_traceback_later()  # this takes an hour
+    run = Marked()
+    wrong = []
+    fired, number, step = True, 1, 0
+    with manager_of(path, run, keep_last=2) as manager:
+        while fired:
+            step += 2
+            manager.save(step - 1)  # so that every round finds as many files, and runs through the same lines
+            run.step = step
+            interrupt = LineInterrupt(number, PACKAGE / part)
+            outcome = "no interrupt"
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ResourceWarning)
+                try:
+                    with interrupt:
+                        manager.save(step)
+                except KeyboardInterrupt:
+                    outcome = "interrupted"
+                except BaseException as error:
+                    outcome = repr(error)
+            fired = interrupt.fired
+            if outcome != ("interrupted" if fired else "no interrupt") or temps_in(path) or run.step != step:
+                wrong.append(f"line event {number}: {outcome}, {temps_in(path)}, state of step {run.step}")
+            newest = manager.latest()
+            if newest is None or newest.step != manager.step:
+                wrong.append(f"line event {number}: {newest} while the manager is at step {manager.step}")
+            number += stride
+    return number, wrong
+
+
+@pytest.mark.parametrize(
+    ("part", "stride"),
+    [
+        ("manager.py", 1),
+        ("store", 11),
+        ("state", 1999),
+        pytest.param("", 1, marks=[pytest.mark.campaign, pytest.mark.timeout(7200)]),
+    ],
+)
+def test_interrupt_at_lines_of_a_managers_save_is_survived(memory_path: Path, part: str, stride: int) -> None:
+    """Ctrl-C at lines all over a save surfaces as itself, and the same manager saves the next step."""
+    ended = children.run(_interrupt_lines, memory_path, part, stride)
+    assert ended.signal is None
+    assert ended.error is None
+    count, wrong = ended.value
+    assert wrong == []
+    assert count > max(50, 5 * stride)
+
+
+def _save_under_limits(path: Path, limits: list[int]) -> list[int | None]:
+    run = Marked()
+    found: list[int | None] = []
+    with manager_of(path, run) as manager:
+        manager.restore()
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        for number, limit in enumerate(limits):
+            run.step = 2 + number
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+            try:
+                manager.save(2 + number)
+                found.append(None)
+            except OSError as error:
+                found.append(error.errno)
+    return found
+
+
+def test_full_disk_stops_no_run(tmp_path: Path) -> None:
+    """A real file-size limit is an EFBIG from each save and old files stay; once there is room the run saves on."""
+    with manager_of(tmp_path, Marked()) as manager:
+        size = manager.save(1).size_bytes
+    before = checkpoint_files(tmp_path)
+    limits = [size // 9, size // 2, size - 1]
+    ended = children.run(_save_under_limits, tmp_path, limits)
+    assert ended.error is None
+    assert ended.value == [errno.EFBIG] * 3
+    assert checkpoint_files(tmp_path) == before
+    assert children.run(_save_under_limits, tmp_path, [*limits, 2 * size]).value == [errno.EFBIG] * 3 + [None]
+    assert steps_in(tmp_path) == [1, 5]
 
 
 # -- at random moments -----------------------------------------------------------------------------------------------

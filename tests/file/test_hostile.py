@@ -217,21 +217,21 @@ import resource, sys
 from safeckpt.errors import LoadError
 from safeckpt.file import open_file
 import torch
-resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[2]),) * 2)
-for path in sys.argv[3:]:
-    try:
-        with open_file(path) as file:
-            file.verify()
-            file.load(mmap=sys.argv[1] == "mmap")
-    except LoadError as error:
-        print(type(error).__name__)
-    else:
-        print("loaded", path)
+resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]),) * 2)
+for path in sys.argv[2:]:
+    for mmap in (False, True):
+        try:
+            with open_file(path) as file:
+                file.verify()
+                file.load(mmap=mmap)
+        except LoadError as error:
+            print(type(error).__name__)
+        else:
+            print("loaded", path)
 """
 
 
-@pytest.mark.parametrize("mode", ["mmap", "read"])
-def test_hostile_files_are_refused_within_a_limit_of_memory(tmp_path, mode):
+def test_hostile_files_are_refused_within_a_limit_of_memory(tmp_path):
     """In a process that may use little more memory than torch itself, every file is refused and none kills it."""
     paths = []
     for name, (body, _) in PICKLES.items():
@@ -244,11 +244,11 @@ def test_hostile_files_are_refused_within_a_limit_of_memory(tmp_path, mode):
     status = Path("/proc/self/status").read_text("ascii").splitlines()
     virtual = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmSize"))
     done = subprocess.run(
-        [sys.executable, "-c", LIMITED, mode, str(virtual + (1 << 30)), *paths],
+        [sys.executable, "-c", LIMITED, str(virtual + (1 << 30)), *paths],
         capture_output=True, text=True, timeout=250, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    assert len(done.stdout.split()) == len(paths), done.stdout
+    assert len(done.stdout.split()) == 2 * len(paths), done.stdout
     assert "loaded" not in done.stdout
 
 

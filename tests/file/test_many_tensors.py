@@ -2,6 +2,7 @@
 
 import io
 import json
+import pickle
 import zipfile
 from collections import Counter, OrderedDict
 
@@ -13,6 +14,8 @@ from safeckpt.file import archive, encode, open_file
 from safeckpt.file import views as views_module
 from safeckpt.file.checksum import CrcPool
 from safeckpt.file.pickling import pickle_payload
+from safeckpt.file.scan import Scan
+from safeckpt.file.unpickle import unpickle
 from safeckpt.file.write import _Writer
 from tests.file import states
 from tests.file.same import assert_same
@@ -80,6 +83,23 @@ def test_simple_state_is_read_without_torchs_reader_and_any_other_with_it(monkey
     assert not used
     assert_same(loaded(written(tagged)), tagged)
     assert used == [{"weights_only": True, "mmap": False}]
+
+
+def test_empty_tensors_before_the_shared_records_do_not_confuse_torchs_reader():
+    """Which storage is which is known by their order, in which torch asks for empty ones more than once."""
+    empty = torch.zeros(0)
+    state = {"e": [empty, torch.zeros(0), empty.view(0, 3)], "sparse": torch.eye(2).to_sparse(), **many()}
+    got = loaded(written(state))
+    assert_same(got, state)
+    small = [got[f"layer.{index}"] for index in range(MANY)]
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in small)
+
+
+def test_fast_reader_itself_looks_up_nothing_but_its_few_names():
+    """Even given a pickle that was not scanned, it makes nothing but plain containers and tensors."""
+    for module, name in (("os", "system"), ("builtins", "eval"), ("torch._utils", "_rebuild_wrapper_subclass")):
+        with pytest.raises(pickle.UnpicklingError, match="not allowed"):
+            unpickle(f"\x80\x02c{module}\n{name}\n.".encode("latin1"), Scan(), (), torch.UntypedStorage)
 
 
 def test_foreign_name_in_a_state_with_shared_records_is_refused():

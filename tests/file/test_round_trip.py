@@ -215,7 +215,7 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(trees)
 def test_any_tree_of_plain_values_and_tensors_comes_back(tree):
     """What goes in comes out, in types, values, order and bits, by torch as well."""

@@ -206,7 +206,7 @@ def families(draw):
     return whole, made, draw(st.booleans())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(families())
 def test_any_family_of_views_comes_back_with_the_memory_it_shared(family):
     """Values are equal, the file is never larger than the storage, and elements are shared exactly as before."""

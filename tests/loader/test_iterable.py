@@ -102,6 +102,21 @@ def test_state_of_the_dataset_is_read_without_drawing_again():
     assert other.dataset.reads == 3
 
 
+@KINDS
+@pytest.mark.parametrize("options", ["no workers", "3 persistent workers"])
+def test_stream_left_by_break_begins_anew(kind, options):
+    """The next epoch is a whole one, the same for the process that left and for one resumed after it."""
+    loader = ResumableLoader(make(kind, options), seed=1)
+    for _ in loader:
+        if loader.batch == 2:
+            break
+    state = loader.state_dict()
+    assert (state["epoch"], state["batch"]) == (1, 0)
+    rest = list(loader)
+    assert sorted(row[0] for batch in rest for row in batch) == list(range(23))
+    assert resumed(functools.partial(make, kind, options), state, epochs=2) == [rest]
+
+
 class Iterating(IterableDataset):
     """Keeps its state in its iterator, as a class of its own."""
 

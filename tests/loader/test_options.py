@@ -293,6 +293,7 @@ class Overriding(DataLoader):
     ("make", "error", "part"),
     [
         (lambda: [1, 2], TypeError, "takes a torch.utils.data.DataLoader, or a loader with state_dict.*got list"),
+        (lambda: ResumableLoader(DataLoader([1])), TypeError, "a ResumableLoader already"),
         (lambda: Overriding([1]), TypeError, "Overriding iterates in its own way"),
         (lambda: DataLoader([1], num_workers=1, in_order=False), ValueError, "in_order=False"),
         (lambda: DataLoader(IterableWrapper([1])), TypeError, "the dataset is a DataPipe"),

@@ -41,9 +41,9 @@ def spend(kind):
 @pytest.mark.parametrize("before", ["fresh", "half a pair kept", "end of a block"])
 def test_streams_saved_and_restored_are_where_they_were(before, fast, monkeypatch):
     """Saving moves nothing, and restoring undoes any draws, a kept half of a pair of normals included."""
-    assert _loader_streams._PYTHON_ADDRESS is not None
+    assert _loader_streams._PYTHON_MEMORY is not None
     if not fast:
-        monkeypatch.setattr(_loader_streams, "_PYTHON_ADDRESS", None)
+        monkeypatch.setattr(_loader_streams, "_PYTHON_MEMORY", None)
     spend(before)
     here = positions()
     saved = save_streams()

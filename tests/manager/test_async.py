@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import pytest
 
 import safeckpt
 from tests.faults import Fault, Operation, intercept
-from tests.manager.helpers import manager_of, steps_in, temps_in
+from tests.manager.helpers import events_in, manager_of, steps_in, temps_in
 from tests.training import Marked
 
 
@@ -61,6 +62,21 @@ def test_steps_that_end_while_a_save_is_written_are_not_forgotten(tmp_path: Path
             manager.end_step(12)
         manager.end_step(20)
     assert steps_in(tmp_path) == [10, 20]
+
+
+def test_refusal_while_a_save_is_written_is_not_forgotten(tmp_path: Path) -> None:
+    """A step that is refused before the save of an earlier one is done is the one that the rollback is about."""
+    run = Marked()
+    with manager_of(tmp_path, run, async_save=True) as manager:
+        with held_back() as go:
+            manager.save(10)
+            with pytest.raises(safeckpt.NonFiniteError):
+                manager.end_step(11, loss=math.inf)
+            go.set()
+            manager.wait()
+        assert manager.rollback(changed=True).step == 10
+    (event,) = events_in(tmp_path, "rolled_back")
+    assert (event["failed_step"], event["why"]) == (11, "loss = inf")
 
 
 def test_state_is_that_of_the_call_not_of_the_write(tmp_path: Path) -> None:

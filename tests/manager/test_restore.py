@@ -589,6 +589,24 @@ def test_only_restores_what_it_names(tmp_path: Path) -> None:
     assert fresh.state["rng"] == run.state["rng"]
 
 
+def test_restore_without_the_streams_is_not_compared_with_the_old_run(tmp_path: Path) -> None:
+    """Whoever leaves the random streams out means another run: other losses than before are no news then."""
+    run = Marked()
+    with manager_of(tmp_path, run) as manager:
+        manager.save(1)
+        for step in range(2, 20):
+            manager.end_step(step, loss=step / 2)
+    with manager_of(tmp_path, run) as manager:
+        manager.restore(only=("model", "counters"))
+        for step in range(2, 20):
+            manager.end_step(step, loss=step / 3)  # a warning would be an error here
+        manager.save(20)
+    with manager_of(tmp_path, run) as manager:
+        manager.restore(20)
+        with pytest.raises(safeckpt.StepExistsError):
+            manager.save(20)
+
+
 @pytest.mark.parametrize("only", [("modle",), ("model", "rgn")])
 def test_only_with_an_unknown_name_is_refused(tmp_path: Path, only: tuple[str, ...]) -> None:
     """A name that is no component is an error that says which, before anything is changed."""

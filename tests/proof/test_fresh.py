@@ -6,8 +6,8 @@ import functools
 import importlib.util
 import json
 import os
+import runpy
 import signal
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -78,15 +78,12 @@ def test_each_run_has_a_process_of_its_own(tmp_path: Path, capfd: pytest.Capture
     assert capfd.readouterr().out == ""
 
 
-def test_script_with_a_guard_is_proven_in_fresh_processes(tmp_path: Path) -> None:
+def test_script_with_a_guard_is_proven_in_fresh_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Functions of `__main__` are found in a new process too, where a global counter starts over and is named."""
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
-    root = str(Path(__file__).parents[2])
-    done = subprocess.run(
-        [sys.executable, path], capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": root}
-    )
-    report = json.loads(done.stdout)
+    runpy.run_path(str(path), run_name="__main__")
+    report = json.loads(capsys.readouterr().out)
     assert report["in_process"] is None
     assert not report["exact"]
     assert report["first_divergence"] == 0

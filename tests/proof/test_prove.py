@@ -270,10 +270,10 @@ def test_ablations_tell_what_the_window_can_see() -> None:
 
 def test_ablation_of_a_short_window_sees_less() -> None:
     """A missing optimizer is exact for one step, a missing scheduler for two."""
-    report = prove(loops.build, loops.train_step, steps=12, repeats=1, ablations=True)
-    assert report.unseen == ["scheduler"]
-    report = prove(loops.build, loops.train_step, steps=11, repeats=1, ablations=True)
-    assert report.unseen == ["optimizer", "scheduler"]
+    build = functools.partial(loops.build_kind, "norms", "adamw amsgrad", "one cycle")
+    for steps, unseen in ((11, ["optimizer", "scheduler"]), (12, ["scheduler"]), (13, [])):
+        report = prove(build, loops.kind_step, steps=steps, repeats=1, ablations=True)
+        assert report.unseen == unseen
 
 
 def test_omission_that_makes_the_run_fail_shows_where_it_does() -> None:

@@ -61,7 +61,12 @@ class DigitsRun:
         self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, max_lr=5e-3, total_steps=STEPS + 1)
         self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
         self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=7)
-        dataloader = DataLoader(ShiftedDigits(digits), batch_size=62, shuffle=True, num_workers=workers)
+        # Under forkserver, the way this process was started, each child would import torch for its workers again.
+        context = "fork" if workers else None
+        dataset = ShiftedDigits(digits)
+        dataloader = DataLoader(
+            dataset, batch_size=62, shuffle=True, num_workers=workers, multiprocessing_context=context
+        )
         self.loader = safeckpt.ResumableLoader(dataloader)
         self.components: dict[str, Any] = {
             "model": self.model,

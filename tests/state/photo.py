@@ -19,9 +19,9 @@ OPAQUE = ("torch._dynamo", "torch._inductor", "torch._C", "torch.distributed", "
 
 def bytes_of(tensor):
     """Return a digest of the memory that a tensor shows, of any dtype and layout."""
-    t = tensor.detach()
-    if t.is_meta or torch.nn.parameter.is_lazy(t):
+    if torch.nn.parameter.is_lazy(tensor) or tensor.is_meta:
         return "no memory"
+    t = tensor.detach()
     if t.is_nested:
         return [bytes_of(part) for part in t.unbind()]
     if t.layout is torch.sparse_coo:
