@@ -24,7 +24,10 @@ _LISTED = f"checkpoints() of {_FILES}"
 
 
 def run(options: Options) -> Iterator[Report]:
-    """Save into an empty directory and into one with 10,000 older checkpoints that are kept for good."""
+    """Save into an empty directory and into one with 10,000 older checkpoints that are kept for good.
+
+    Every other save deletes one, so that each has to be compared with all of the others where the best are kept.
+    """
     notes: list[str] = []
     with TemporaryDirectory(dir=options.disk) as name, TemporaryDirectory(dir=options.memory) as draft:
         directory = Path(name)
@@ -33,8 +36,8 @@ def run(options: Options) -> Iterator[Report]:
             shutil.copytree(Path(draft) / "full", directory / copy)
         best = safeckpt.Best("accuracy", mode="max", count=3)
         empty = _manager(directory / "empty", keep_last=3)
-        full = _manager(directory / "full", keep_last=3, keep_every=1)
-        ranked = _manager(directory / "best", keep_last=3, keep_every=1, keep_best=best)
+        full = _manager(directory / "full", keep_last=3, keep_every=2)
+        ranked = _manager(directory / "best", keep_last=3, keep_every=2, keep_best=best)
         settle()
         rows = race(
             [
@@ -61,10 +64,10 @@ def _components() -> dict[str, Any]:
 def _fill(path: Path) -> None:
     """Make 10,000 real checkpoints: one is saved, the others are written as it was, each with its own step."""
     with _manager(path, keep_last=3) as manager:
-        first = manager.save(1, metrics={"accuracy": 0.0}).path
+        first = manager.save(2, metrics={"accuracy": 0.0}).path
     with open_file(first) as file:
         payload, header = file.load(), file.header() or {}
-    for step in range(2, _FILES + 1):
+    for step in range(4, 2 * _FILES + 1, 2):
         with (path / f"step-{step:08d}.pt").open("xb") as file:
             write_file(payload, file, header={**header, "step": step, "metrics": {"accuracy": step % 97 / 97}})
 
@@ -78,5 +81,5 @@ def _manager(path: Path, **options: Any) -> safeckpt.CheckpointManager:
 
 
 def _saver(name: str, manager: safeckpt.CheckpointManager) -> Contestant:
-    steps = itertools.count(_FILES + 1)
+    steps = itertools.count(2 * _FILES + 1)
     return Contestant(name, lambda: manager.save(next(steps), metrics={"accuracy": 0.5}), DURABLE)

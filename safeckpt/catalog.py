@@ -83,7 +83,7 @@ class Checkpoint:
 
 
 _MOST_RELISTINGS = 100  # a writer that prunes faster than this process opens files
-_MOST_REMEMBERED = 10_000  # files whose header, or verdict, is kept in memory
+_MOST_REMEMBERED = 1 << 16  # files whose header, or verdict, is kept in memory
 _TIME = "%Y-%m-%dT%H:%M:%S.%fZ"  # of fixed width, so that the size of a file does not depend on the clock
 
 

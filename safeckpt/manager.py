@@ -317,7 +317,7 @@ class CheckpointManager:
                 self._note_saved(checkpoint)
             raise
         self._note_saved(checkpoint)
-        self._pruning.prune()
+        self._pruning.prune(checkpoint.step)
         return checkpoint
 
     def end_step(self, step: int, *, loss: Any = None, metrics: Mapping[str, Any] | None = None) -> Checkpoint | None:

@@ -88,14 +88,22 @@ class Pruning:
         self._files = files
         self._catalog = catalog
         self._keep_last = keep_last
+        # What a file under our name says does not change while we hold the directory: not even its status is looked
+        # at again, since thousands may have to be compared at every save.
+        self._scores: dict[tuple[str, int], float | None] = {}
         self._policies: list[Policy] = [KeepLast(keep_last)]
         if keep_every is not None:
             self._policies.append(KeepEvery(keep_every))
         for best in _bests(keep_best):
             self._policies.append(KeepBest(best, functools.partial(self._score, best.metric)))
 
-    def prune(self) -> list[int]:
-        """Delete what no policy keeps and return the steps. What cannot be listed or deleted is a warning."""
+    def prune(self, saved: int) -> list[int]:
+        """Delete what no policy keeps and return the steps. What cannot be listed or deleted is a warning.
+
+        Args:
+            saved: The step that was committed just now.
+        """
+        self._scores = {key: score for key, score in self._scores.items() if key[1] < saved}
         try:
             return self._prune()
         except OSError as error:  # the save has succeeded, and an error would say that it has not
@@ -104,12 +112,12 @@ class Pruning:
             return []
 
     def _prune(self) -> list[int]:
-        steps = self._files.steps()
+        steps, asides = self._files.steps_and_asides()
         pruned = [
             step for step in to_prune(steps, self._policies, is_good=self._catalog.is_good) if self._files.remove(step)
         ]
         outrun = asides_to_prune(
-            self._files.asides(),
+            asides,
             steps,
             keep_last=self._keep_last,
             is_good=self._catalog.is_good,
@@ -120,10 +128,16 @@ class Pruning:
         return pruned
 
     def _score(self, metric: str, step: int) -> float | None:
-        try:
-            checkpoint = self._catalog.peek(step)
-        except (LoadError, OSError):
-            return None
+        key = metric, step
+        if key not in self._scores:
+            try:
+                self._scores[key] = self._read_score(metric, step)
+            except (LoadError, OSError):
+                return None
+        return self._scores[key]
+
+    def _read_score(self, metric: str, step: int) -> float | None:
+        checkpoint = self._catalog.peek(step)
         value: Any = checkpoint.metrics.get(metric)
         if value is None and metric == "loss":
             value = checkpoint.loss

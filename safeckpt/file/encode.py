@@ -21,6 +21,7 @@ from safeckpt.file.convert import EMPTY_BYTES, converted
 from safeckpt.file.cures import cure_for, special_reason
 from safeckpt.file.pickling import stored_dtype, use_of, used_storages
 from safeckpt.file.readable import is_allowed, parts_of, why_unreadable
+from safeckpt.file.rebuild import CONTAINERS, Rebuild
 from safeckpt.file.tensors import is_ordinary, why_unsavable
 from safeckpt.file.views import StorageTypeConflictError
 
@@ -36,7 +37,6 @@ MOST_LEVELS: Final = 200  # of nesting: torch's reader and Python's pickler woul
 _ATOMS = frozenset(
     {type(EMPTY_BYTES), type(None), bool, float, complex, bytearray, torch.device, torch.layout, torch.Size}
 )
-_CONTAINERS = frozenset({dict, OrderedDict, Counter, list, tuple, set})
 _MOST_INT_BITS = 255 * 8 - 1  # a safe load reads integers of up to 255 bytes, sign included
 _MOST_STR_BYTES = 0xFFFFFFFF
 _MAY_BE_LONG = _MOST_STR_BYTES // 4
@@ -77,7 +77,7 @@ def encode(tree: Any, *, root: str = "obj") -> Any:
     try:
         with no_collection():
             walker.walk(tree, 0)
-            payload = _Rebuild(walker.replaced).of(tree) if walker.replaced else tree
+            payload = Rebuild(walker.replaced).of(tree) if walker.replaced else tree
             walker.check_shared_storages(payload, root)
     except _RefusedError as refused:
         raise refused.error(root) from None
@@ -148,7 +148,7 @@ class _Walker:
         elif kind is bytes:
             if not value:
                 self._replace(value, EMPTY_BYTES)
-        elif kind in _CONTAINERS:
+        elif kind in CONTAINERS:
             self._container(kind, value, depth)
         else:
             self._other(kind, value, depth)
@@ -312,37 +312,3 @@ class _Finder(_Walker):
         if tensor.layout is torch.strided and use_of(tensor) == self._use:
             raise _RefusedError(tensor)
         super()._tensor(tensor, depth)
-
-
-class _Rebuild:
-    """A copy of a tree's containers with some values replaced; shared containers stay shared, cycles stay cycles."""
-
-    def __init__(self, replaced: dict[int, Any]) -> None:
-        self._done: dict[int, Any] = dict(replaced)
-
-    def of(self, value: Any) -> Any:
-        """Return the new value in the place of an old one."""
-        done = self._done.get(id(value), self)
-        if done is not self:
-            return done
-        kind = type(value)
-        if kind is dict or kind is OrderedDict:
-            new = self._done[id(value)] = kind()
-            for key, item in value.items():
-                new[self.of(key)] = self.of(item)
-            if kind is OrderedDict:
-                new.__dict__.update((name, self.of(item)) for name, item in value.__dict__.items())
-            return new
-        if kind is list:
-            items: list[Any] = []
-            self._done[id(value)] = items
-            items.extend(self.of(item) for item in value)
-            return items
-        if kind in _CONTAINERS:  # tuple, set, Counter: complete when they are made
-            if kind is Counter:
-                new = Counter({self.of(key): self.of(item) for key, item in value.items()})
-            else:
-                new = kind(self.of(item) for item in value)
-            # A cycle through a list may have led here and made it already.
-            return self._done.setdefault(id(value), new)
-        return value

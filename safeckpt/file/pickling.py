@@ -20,13 +20,15 @@ from torch._weights_only_unpickler import _get_allowed_globals
 from torch.serialization import location_tag, normalize_storage_type
 
 from safeckpt.file.convert import EMPTY_BYTES
-from safeckpt.file.views import Use, UsedStorages
+from safeckpt.file.storages import UsedStorages
+from safeckpt.file.views import Use
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from safeckpt.file.contents import Content
-    from safeckpt.file.views import Segment, WholeStorage
+    from safeckpt.file.storages import WholeStorage
+    from safeckpt.file.views import Segment
 
 __all__ = ["Pickled", "pickle_payload", "stored_dtype", "use_of", "used_storages"]
 

@@ -78,7 +78,7 @@ class CheckpointDirectory:
         Raises:
             OSError: The directory is there and cannot be read, which is not the same as being empty.
         """
-        return sorted(step for name in self._names() if (step := names.parse_step(name)) is not None)
+        return self._steps_in(self._names())
 
     def asides(self) -> list[Aside]:
         """Return the checkpoints that were set aside, by step and then by age.
@@ -86,7 +86,22 @@ class CheckpointDirectory:
         Raises:
             OSError: The directory is there and cannot be read.
         """
-        found = [(parsed, name) for name in self._names() if (parsed := names.parse_aside(name)) is not None]
+        return self._asides_in(self._names())
+
+    def steps_and_asides(self) -> tuple[list[int], list[Aside]]:
+        """Return both from one listing: reading ten thousand names takes some milliseconds.
+
+        Raises:
+            OSError: The directory is there and cannot be read.
+        """
+        listing = self._names()
+        return self._steps_in(listing), self._asides_in(listing)
+
+    def _steps_in(self, listing: list[str]) -> list[int]:
+        return sorted(step for step in map(names.parse_step, listing) if step is not None)
+
+    def _asides_in(self, listing: list[str]) -> list[Aside]:
+        found = [(parsed, name) for name in listing if (parsed := names.parse_aside(name)) is not None]
         return [Aside(parsed[0], self.path / name) for parsed, name in sorted(found)]
 
     def path_of(self, step: int) -> Path:

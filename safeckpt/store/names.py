@@ -86,6 +86,8 @@ def aside_name(step: int, number: int) -> str:
 
 def parse_aside(name: str) -> tuple[int, int] | None:
     """Return (step, number) of a set-aside checkpoint's name, None for any other name."""
+    if not name.startswith("aside-"):
+        return None  # as most names are, and a listing is parsed at every save
     match = _ASIDE.fullmatch(name)
     return (int(match[1]), int(match[2])) if match else None
 

@@ -11,7 +11,7 @@ import torch
 
 from safeckpt.errors import DamagedCheckpointError, UntrustedTypeError
 from safeckpt.file import archive, encode, open_file
-from safeckpt.file import views as views_module
+from safeckpt.file import storages as storages_module
 from safeckpt.file.checksum import CrcPool
 from safeckpt.file.pickling import pickle_payload
 from safeckpt.file.scan import Scan
@@ -201,7 +201,7 @@ def test_fewer_small_tensors_are_written_as_torch_does():
 
 def test_records_of_small_tensors_are_bounded(monkeypatch):
     """What a plain torch.load of one tensor keeps alive is bounded, and order is that of the state."""
-    monkeypatch.setattr(views_module, "_PACK_BYTES", 4096)
+    monkeypatch.setattr(storages_module, "_PACK_BYTES", 4096)
     state = many()
     pickled = pickle_payload(state)
     assert len(pickled.packed) > 5

@@ -1,0 +1,71 @@
+"""Every released format version is read for ever: files that older versions wrote come back bit for bit."""
+
+import shutil
+import subprocess
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import safeckpt
+from tests.golden.make import components, train, values
+from tests.training import bits
+
+HERE = Path(__file__).parent
+DROP_INS = sorted(HERE.glob("format-*-save.pt"))
+FOLDERS = sorted(path for path in HERE.glob("format-*-manager") if path.is_dir())
+
+
+def same(loaded, expected):
+    """Compare nested values bit for bit, types included."""
+    assert type(loaded) is type(expected)
+    if isinstance(expected, torch.Tensor):
+        assert loaded.layout == expected.layout
+        if expected.layout is torch.sparse_coo:
+            loaded, expected = loaded.to_dense(), expected.to_dense()
+        assert bits(loaded) == bits(expected)
+    elif isinstance(expected, dict):
+        assert list(loaded) == list(expected)
+        for key, value in expected.items():
+            same(loaded[key], value)
+    elif isinstance(expected, list | tuple):
+        assert len(loaded) == len(expected)
+        for one, other in zip(loaded, expected, strict=True):
+            same(one, other)
+    else:
+        assert loaded == expected
+
+
+def test_there_are_golden_files_of_the_current_format():
+    """The version that this code writes has its golden files."""
+    current = f"format-{safeckpt.file.FORMAT_VERSION}-"
+    assert any(path.name.startswith(current) for path in DROP_INS)
+    assert any(path.name.startswith(current) for path in FOLDERS)
+
+
+@pytest.mark.parametrize("path", DROP_INS, ids=lambda path: path.name)
+def test_golden_file_of_the_drop_in_comes_back(path):
+    """safeckpt and plain torch read the same values from it as were saved, and other readers find it whole."""
+    assert safeckpt.verify(path).self_proving
+    same(safeckpt.load(path), values())
+    same(torch.load(path), values())
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+    if shutil.which("unzip"):
+        assert subprocess.run(["unzip", "-tq", path], capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
+def test_golden_checkpoint_is_restored(folder, recwarn):
+    """A manager restores it into fresh objects, and the run goes on as it did when it was written."""
+    expected = torch.load(folder / "expected.pt")
+    parts = components()
+    checkpoint = safeckpt.CheckpointManager(folder, parts).restore()
+    assert (checkpoint.step, checkpoint.metrics["accuracy"]) == (3, 0.5)
+    assert checkpoint.metrics["bleu"] != checkpoint.metrics["bleu"]
+    assert bits(parts["model"][0].weight.detach()) == bits(expected["weight"])
+    assert parts["counters"] == {"epoch": 3}
+    # Another processor or torch may add in another order; the state is exact, the arithmetic is not promised.
+    assert train(parts, 2) == pytest.approx(expected["next"], rel=1e-5)
+    assert {warning.category for warning in recwarn} <= {safeckpt.EnvironmentChangedWarning}
