@@ -12,31 +12,28 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.harness import FEWEST_REPEATS, Options, Report, machine
+from benchmarks.peers import PEERS
 
 NAMES = (
     "guard", "save", "async_save", "restore", "small_tensors", "rotation", "per_step", "loader", "memory",
 )  # fmt: skip
 _MEMORY = Path("/dev/shm")
-_SIZES_MB = (10, 4096)
-_COUNTS = (10, 50_000)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what was asked for; return 1 when a target was missed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("names", nargs="*", help=f"questions: {', '.join(NAMES)}; all by default")
-    parser.add_argument(
-        "--size-mb", type=int, nargs="+", default=[1024], help="sizes of the state, %d to %d" % _SIZES_MB
-    )
-    parser.add_argument("--tensors", type=int, nargs="+", default=[50_000], help="numbers of tensors, %d to %d" % _COUNTS)
-    parser.add_argument("--repeats", type=int, default=FEWEST_REPEATS, help="timed runs of each contestant")
-    parser.add_argument("--peers", nargs="*", help="peers to compare with: torch, safetensors, dcp, lightning, "
-                        "accelerate, torch_checkpointing; all that are installed by default, none without a name")  # fmt: skip
-    parser.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()), help="a directory on a disk")
-    parser.add_argument("--memory", type=Path, default=_MEMORY if _MEMORY.is_dir() else None,
-                        help="a directory on a memory file system")  # fmt: skip
-    parser.add_argument("--json", type=Path, help="write every figure to this file")
-    parser.add_argument("--plot", type=Path, help="draw time against size and number of tensors into this file")
+    add = parser.add_argument
+    add("names", nargs="*", help=f"questions: {', '.join(NAMES)}; all by default")
+    add("--size-mb", type=int, nargs="+", default=[1024], help="sizes of the state, 10 to 4096 are usual")
+    add("--tensors", type=int, nargs="+", default=[50_000], help="numbers of tensors, 10 to 50000 are usual")
+    add("--repeats", type=int, default=FEWEST_REPEATS, help="timed runs of each contestant")
+    add("--peers", nargs="*", help=f"of {', '.join(PEERS)}; all that are installed by default, none without a name")
+    add("--disk", type=Path, default=Path(tempfile.gettempdir()), help="a directory on a disk")
+    memory = _MEMORY if _MEMORY.is_dir() else None
+    add("--memory", type=Path, default=memory, help="a directory on a memory file system")
+    add("--json", type=Path, help="write every figure to this file")
+    add("--plot", type=Path, help="draw time against size and number of tensors into this file")
     chosen = parser.parse_args(arguments)
     unknown = set(chosen.names) - set(NAMES)
     if unknown:
@@ -72,20 +69,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def plot(reports: Sequence[Report], path: Path) -> None:
     """Draw one panel for each question and axis: median time of each contestant against size or number."""
     try:
-        import matplotlib as mpl
+        from matplotlib.figure import Figure
     except ImportError:
         raise SystemExit("--plot needs matplotlib: pip install 'safeckpt[bench]'") from None
-    mpl.use("agg")
-    from matplotlib import pyplot
-
     panels: dict[tuple[str, str], list[Report]] = {}
     for report in reports:
         if report.axis is not None:
             panels.setdefault((report.title.partition(",")[0], report.axis[0]), []).append(report)
     columns = min(2, len(panels)) or 1
-    figure, axes = pyplot.subplots(
-        math.ceil(len(panels) / columns) or 1, columns, squeeze=False, figsize=(8 * columns, 5 * math.ceil(len(panels) / columns))
-    )  # fmt: skip
+    rows = math.ceil(len(panels) / columns) or 1
+    figure = Figure(figsize=(8 * columns, 5 * rows))
+    axes = figure.subplots(rows, columns, squeeze=False)
     for axis, ((title, unit), points) in zip(axes.flat, panels.items(), strict=False):
         for name in dict.fromkeys(name for report in points for name in report.rows):
             line = sorted((report.axis[1], report.rows[name].median) for report in points if name in report.rows)

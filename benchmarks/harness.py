@@ -260,10 +260,7 @@ def settle() -> None:
 def fresh(function: str, *, timeout_seconds: float = 1800, **arguments: Any) -> Any:
     """Call `module:function` of this package in a fresh process and return what it returns, by way of JSON."""
     command = [sys.executable, "-m", "benchmarks.harness", function, json.dumps(arguments)]
-    done = subprocess.run(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=timeout_seconds,
-        check=False,
-    )  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_seconds, check=False)
     answers = [line for line in done.stdout.splitlines() if line.startswith(_ANSWER)]
     if done.returncode or not answers:
         raise RuntimeError(f"{function} failed in a fresh process:\n{done.stdout}{done.stderr}")

@@ -17,6 +17,7 @@ import torch
 from benchmarks.harness import NOTHING, Contestant, Options
 from benchmarks.workloads import Training
 
+PEERS = ("torch", "safetensors", "dcp", "lightning", "accelerate", "torch_checkpointing")
 FSYNCED = "content durable, name not"
 ATOMIC = "atomic, not durable"
 
@@ -44,7 +45,7 @@ def chosen(peers: dict[str, Callable[..., Any]], options: Options, notes: list[s
     """Build the peers that were chosen and that are installed; note the others."""
     found = []
     for name, build in peers.items():
-        if options.peers is not None and not any(name.startswith(wanted) for wanted in options.peers):
+        if options.peers is not None and name.partition("-")[0].partition("+")[0] not in options.peers:
             continue
         try:
             found.append(build(*arguments))

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 import safeckpt
-from safeckpt.file import open_file, write_file
 from benchmarks.harness import DURABLE, Contestant, Options, Report, race, settle
+from safeckpt.file import open_file, write_file
 
 _FILES = 10_000
 _EMPTY = "empty directory"

@@ -309,6 +309,6 @@ class _Finder(_Walker):
         return None
 
     def _tensor(self, tensor: torch.Tensor, depth: int) -> None:
-        if tensor.layout is torch.strided and use_of(tensor) == self._use:
+        if tensor.layout is torch.strided and not tensor.is_nested and use_of(tensor) == self._use:
             raise _RefusedError(tensor)
         super()._tensor(tensor, depth)

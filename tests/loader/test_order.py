@@ -121,6 +121,24 @@ def test_set_epoch_is_called_for_sampler_and_dataset_before_anything_is_drawn():
         assert drawn == ("drawn", epoch)
 
 
+class Epochs(Augmented):
+    epoch = -1
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __getitem__(self, index):
+        return [float(index), float(self.epoch)]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
+def test_epoch_reaches_the_datasets_of_workers(options):
+    """A worker that lives through several epochs has a copy of the dataset, which is told as well."""
+    loader = ResumableLoader(DataLoader(Epochs(), batch_size=3, collate_fn=list, **options))
+    for epoch in loader.epochs(3):
+        assert {row[1] for batch in loader for row in batch} == {float(epoch)}
+
+
 def test_reaching_a_position_reads_no_sample():
     """A resume at batch 100,000 draws indices only; the first sample read is the first one asked for."""
 
