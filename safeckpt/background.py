@@ -20,12 +20,15 @@ class BackgroundWriter:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
+        # Not Thread.join alone: interrupted by Ctrl-C it takes the thread for ended (CPython 3.11, bpo-45274), and
+        # the next one returns while the write is still going on.
+        self._done = threading.Event()
         self._failure: BaseException | None = None
 
     @property
     def busy(self) -> bool:
         """Whether a job is running."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._thread is not None and not self._done.is_set()
 
     def start(self, job: Callable[[], object], what: str) -> None:
         """Run a job; one that is running is waited for.
@@ -39,12 +42,16 @@ class BackgroundWriter:
         """
         self.wait()
 
+        done = self._done = threading.Event()
+
         def run() -> None:
             try:
                 job()
             except BaseException as error:  # noqa: BLE001 - kept, and raised where the caller can see it
                 self._failure = error
                 _log.error("%s failed in the background: %s", what, error)
+            finally:
+                done.set()
 
         self._thread = threading.Thread(target=run, name="safeckpt-writer")
         self._thread.start()
@@ -56,6 +63,7 @@ class BackgroundWriter:
             BaseException: What the job has raised, once.
         """
         if self._thread is not None:
+            self._done.wait()
             self._thread.join()
             self._thread = None
         failure, self._failure = self._failure, None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime as dt
 import functools
-import math
 import time
 import warnings
 from collections.abc import Sequence
@@ -141,4 +140,4 @@ class Pruning:
         value: Any = checkpoint.metrics.get(metric)
         if value is None and metric == "loss":
             value = checkpoint.loss
-        return value if isinstance(value, float) and math.isfinite(value) else None
+        return value if isinstance(value, float) else None  # a loss may be a dict

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -27,6 +28,11 @@ __all__ = [
 ]
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+# What holds no tensor and needs no copy. Random streams are thousands of integers, which a walk should not stop at.
+_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
+
+
 def join(prefix: str, name: object) -> str:
     """Return `prefix.name`, or the one that is not empty."""
     return f"{prefix}.{name}" if prefix and name != "" else f"{prefix}{name}"
@@ -34,14 +40,20 @@ def join(prefix: str, name: object) -> str:
 
 def named_tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (dotted name, tensor) for every tensor in nested mappings, lists, tuples and sets, in order."""
-    return ((name, leaf) for name, leaf in named_leaves(tree, prefix) if isinstance(leaf, torch.Tensor))
+    leaves = named_leaves(tree, prefix, passed_over=_ATOMS)
+    return ((name, leaf) for name, leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
-def named_leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def named_leaves(tree: Any, prefix: str = "", passed_over: Collection[type] = ()) -> Iterator[tuple[str, Any]]:
     """Yield (dotted name, value) for everything in nested mappings, lists, tuples and sets that is none of them.
 
     A container or value that is reachable twice is visited once, under its first name: a shared tuple sixty
     levels deep has 2**60 paths. An explicit stack, since nesting may exceed Python's recursion limit.
+
+    Args:
+        tree: The containers.
+        prefix: What the names begin with.
+        passed_over: Types of values that are not yielded.
     """
     seen: dict[int, Any] = {}  # with the value, so that its id stays its own
     # The iterator of each level that is open, and the keys on the way there: a name is only made for what is yielded.
@@ -49,7 +61,7 @@ def named_leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     path: list[str] = []
     while levels:
         for key, value in levels[-1]:
-            if id(value) in seen:
+            if type(value) in passed_over or id(value) in seen:
                 continue
             seen[id(value)] = value
             inside = _items_of(value)
@@ -82,10 +94,12 @@ def map_tensors(
     leaf: Callable[[Any], Any] = lambda value: value,
     memo: dict[int, Any] | None = None,
 ) -> Any:
-    """Return a copy of `tree` with `function` applied to every tensor and `leaf` to everything else.
+    """Return a copy of `tree` with `function` applied to every tensor and `leaf` to whatever else is no plain number.
 
     Dicts, lists, tuples and sets are copied; they keep their type, their attributes and their sharing.
     """
+    if type(tree) in _ATOMS:
+        return tree
     memo = {} if memo is None else memo
     if id(tree) in memo:
         return memo[id(tree)][0]
@@ -96,22 +110,24 @@ def map_tensors(
         result = tree.copy()  # keeps the subclass
         memo[id(tree)] = (result, tree)
         for key, value in tree.items():
-            result[key] = map_tensors(value, function, leaf, memo)
+            if type(value) not in _ATOMS:
+                result[key] = map_tensors(value, function, leaf, memo)
         if hasattr(tree, "__dict__"):
             result.__dict__.update(tree.__dict__)  # an OrderedDict's _metadata
     elif type(tree) is list:
         result = []
         memo[id(tree)] = (result, tree)
-        result.extend(map_tensors(value, function, leaf, memo) for value in tree)
+        result.extend(value if type(value) in _ATOMS else map_tensors(value, function, leaf, memo) for value in tree)
     elif type(tree) in (tuple, set, frozenset):
-        result = type(tree)([map_tensors(value, function, leaf, memo) for value in tree])
+        items = [value if type(value) in _ATOMS else map_tensors(value, function, leaf, memo) for value in tree]
+        result = type(tree)(items)
     else:
         result = leaf(tree)
     memo[id(tree)] = (result, tree)  # the original is held so that its id stays its own
     return result
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Cluster:
     """A stretch of one storage, and the tensors that read it: all that overlap, directly or through each other.
 
@@ -153,10 +169,10 @@ def clusters_of(tensors: Iterable[torch.Tensor]) -> list[Cluster]:
             by_storage.setdefault(where, []).append(tensor)
     found: list[Cluster] = []
     for users in by_storage.values():
-        users.sort(key=_span)
-        start, stop, members = *_span(users[0]), [users[0]]
-        for tensor in users[1:]:
-            low, high = _span(tensor)
+        spans = sorted(((*_span(tensor), tensor) for tensor in users), key=itemgetter(0, 1))
+        start, stop, first = spans[0]
+        members = [first]
+        for low, high, tensor in spans[1:]:
             if low < stop:
                 stop = max(stop, high)
                 members.append(tensor)
@@ -169,7 +185,7 @@ def clusters_of(tensors: Iterable[torch.Tensor]) -> list[Cluster]:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Tell whether the tensor is its storage seen through size, stride and offset, and nothing more."""
-    usual = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not (tensor.is_nested or tensor.is_quantized)
+    usual = type(tensor) in _PLAIN and not (tensor.is_nested or tensor.is_quantized)
     usual = usual and tensor.layout is torch.strided and not tensor.is_meta
     return usual and not (tensor.is_conj() or tensor.is_neg()) and tensor.numel() > 0
 
@@ -177,6 +193,8 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the first element of the storage that the tensor reads, and the one after the last."""
     start = int(tensor.storage_offset())
+    if tensor.is_contiguous():
+        return start, start + tensor.numel()
     reach = sum((int(size) - 1) * int(stride) for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
     return start, start + 1 + reach
 

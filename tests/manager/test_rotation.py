@@ -69,6 +69,14 @@ def test_metric_that_is_not_finite_is_recorded_and_never_best(tmp_path: Path) ->
     assert [math.isnan(checkpoint.metrics["a"]) for checkpoint in listed] == [False, False, True]
 
 
+def test_loss_of_several_values_is_never_best(tmp_path: Path) -> None:
+    """A loss that is a dict or a list has no order: it is recorded, and the best of the plain ones is kept."""
+    with manager_of(tmp_path, Marked(), keep_last=1, keep_best=Best("loss")) as manager:
+        for step, loss in enumerate([{"a": 0.1}, 0.5, [0.1, 0.2], None, 0.7]):
+            manager.save(step, loss=loss)
+    assert steps_in(tmp_path) == [1, 4]
+
+
 def test_best_survives_a_restart(tmp_path: Path) -> None:
     """The best of the run before a restart is still kept after it: metrics are read from the files."""
     options = {"keep_last": 1, "keep_best": Best("accuracy", "max")}

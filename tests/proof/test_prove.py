@@ -239,6 +239,21 @@ def test_state_left_over_in_this_process_is_named() -> None:
     assert "What a run leaves in this process" in str(report)
 
 
+def test_run_in_this_process_begins_with_the_random_streams_of_a_new_one() -> None:
+    """torch's default seed is the same in every process; Python and NumPy are seeded from the system's entropy."""
+
+    def build() -> Any:
+        model = loops.torch.nn.Linear(loops.WIDTH, 1)
+        return {"model": model, "optimizer": loops.torch.optim.SGD(model.parameters(), lr=0.01)}
+
+    loops.torch.rand(7)
+    prove(build, loops.small_step).assert_exact()
+    for draw in (loops.random.random, loops.np.random.rand):
+        report = prove(build, lambda c, draw=draw: loops.small_step(c, scale=1.0 + draw()), steps=3, kill_at=1)
+        assert not report.deterministic
+        assert {one.name for one in report.undetermined} == {"rng.python", "rng.numpy"}
+
+
 def test_timer_among_the_counters_is_not_compared() -> None:
     """A value that differs between straight runs and plays no part in the loss is left out, and named."""
     import time

@@ -129,7 +129,7 @@ VIEWS = {
 }
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(dense())
 @example(torch.tensor(NAN))
 @example(torch.tensor([]))
@@ -139,7 +139,7 @@ def test_dense_tensor_of_any_form_is_counted_exactly(tensor):
     assert found(tensor) == naive("t", tensor)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(dense(), max_size=6))
 def test_several_tensors_are_reported_in_their_order(tensors):
     """Tensors of different dtypes, looked at in batches, are reported by name in the order given."""
@@ -243,7 +243,7 @@ def sparse(draw):
     return getattr(values, f"to_sparse_{layout}")((2, 3), dense_dim=dense_dims)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(sparse())
 def test_sparse_tensor_of_any_layout_is_counted_over_its_stored_elements(tensor):
     """Counts are those of the stored elements, the index is where in the tensor the first of them stands."""

@@ -91,7 +91,7 @@ def with_scheduler(make, make_optimizer=lambda model: SGD(model.parameters(), lr
     return build
 
 
-@pytest.mark.parametrize("kill", [0, 1, 3, 7])
+@pytest.mark.parametrize("kill", [0, 3, 7])
 @pytest.mark.parametrize("name", sorted(RECIPES))
 def test_scheduler_stopped_and_restored_goes_on_bit_for_bit(name, kill, memory_path):
     """Losses, learning rates and state after a restore at any point equal those of the run that never stopped."""
@@ -126,7 +126,7 @@ def test_manager_made_in_the_middle_of_a_run_reports_nothing(name, memory_path):
 
 
 @pytest.mark.parametrize("name", sorted(COMPOSED))
-@pytest.mark.parametrize("kill", [1, 3, 5])
+@pytest.mark.parametrize("kill", [1, 4])
 def test_composed_scheduler_goes_on_bit_for_bit(name, kill, memory_path):
     """Schedulers inside schedulers, schedules with a state, and somebody's own scheduler go on where they were."""
     assert_resumes(with_scheduler(COMPOSED[name]), memory_path, kill=kill)

@@ -201,7 +201,7 @@ def test_one_mismatch_of_any_kind_leaves_everything_untouched(kind):
     assert any(expected in mismatch for mismatch in mismatches), mismatches
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.sets(st.sampled_from(sorted(MISMATCHES.keys() - {"loader class", "optimizer class"})), min_size=2))
 def test_all_mismatches_are_listed_at_once(kinds):
     """Any combination of differences is reported whole, in one error, with everything untouched."""

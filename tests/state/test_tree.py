@@ -82,7 +82,7 @@ def trees(draw):
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(trees(), st.sampled_from(sorted(COPIES)))
 def test_copied_tree_behaves_like_its_original_and_apart_from_it(tree, which):
     """What overlaps still overlaps: the same writes have the same effect in the copy, and none in the original."""
