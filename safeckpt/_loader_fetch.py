@@ -11,7 +11,7 @@ import copy
 import itertools
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.utils.data import (
@@ -142,7 +142,9 @@ class IterableFetch:
         self._unused: Any = None
         self._ended = False
 
-    set_epoch = MapFetch.set_epoch
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the dataset of this process, once per epoch."""
+        MapFetch.set_epoch(cast("MapFetch", self), epoch)  # the same two attributes, and not a MapFetch otherwise
 
     def state(self) -> Any:
         """Return a copy of the dataset's state, or its iterator's, or None when neither has one."""
@@ -206,7 +208,8 @@ class IterableFetch:
             nothing = not samples or (self._ended and self._drop_last)
         if nothing:
             return self
-        return self._collate_fn(samples) if collate else None
+        collate_fn: Any = self._collate_fn
+        return collate_fn(samples) if collate else None
 
 
 class StartWorker:

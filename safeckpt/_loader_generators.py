@@ -29,7 +29,8 @@ _LEAVES = (str, bytes, int, float, complex, type, types.ModuleType, torch.Tensor
 
 def _children(obj: Any) -> Iterator[tuple[str, Any]]:
     """Yield (name, object) of what `obj` is made of, without running any code of its class."""
-    for kind in (list, tuple, set, frozenset):
+    kinds: tuple[Any, ...] = (list, tuple, set, frozenset)
+    for kind in kinds:
         if isinstance(obj, kind):
             few = kind.__len__(obj) <= _MAX_ITEMS
             yield from ((str(index), item) for index, item in enumerate(kind.__iter__(obj) if few else ()))
@@ -86,7 +87,7 @@ def reseed(generators: dict[str, Any], seed: int) -> None:
         elif isinstance(generator, random.Random):
             generator.seed(own)
         elif isinstance(generator, np.random.RandomState):
-            bits = generator._bit_generator
+            bits: Any = generator._bit_generator
             generator.set_state(type(bits)(own).state)
         else:
             bits = getattr(generator, "bit_generator", generator)

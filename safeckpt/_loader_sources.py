@@ -72,6 +72,7 @@ class _Tasks:
 
     def __init__(self, tasks: Iterator[Any]) -> None:
         self._tasks = tasks
+        self._broken = False
         self.complete = False
 
     def __iter__(self) -> Iterator[Any]:
@@ -81,7 +82,11 @@ class _Tasks:
         try:
             return next(self._tasks)
         except StopIteration:
-            self.complete = True
+            self.complete = not self._broken
+            raise
+        except BaseException:
+            # A generator that has raised says StopIteration ever after, as if it had come to its end.
+            self._broken = True
             raise
 
 

@@ -28,7 +28,9 @@ _MASK = (1 << 64) - 1
 _KEY = 4 * 624  # bytes of the words; the position in them has 4 more
 _USED_UP = (624).to_bytes(4, sys.byteorder)  # the position after seeding: the next draw makes new words
 _BEGINNING = bytes(4)
-_PYTHON = random._inst  # type: ignore[attr-defined]  # the functions of the module are its methods
+# Any: the stubs know neither of them nor NumPy's get_bit_generator and set_bit_generator.
+_PYTHON: Any = vars(random)["_inst"]  # the functions of the module are its methods
+_NUMPY: Any = np.random
 
 
 def mix(state: int, part: int) -> int:
@@ -74,7 +76,7 @@ _numpy: tuple[Any, memoryview | None] = (None, None)  # the bit generator seen l
 def _numpy_stream() -> tuple[Any, memoryview | None]:
     """Return NumPy's bit generator and its memory, None when it is no Mersenne Twister."""
     global _numpy  # noqa: PLW0603 - looking the address up costs as much as all the rest
-    bits = np.random.get_bit_generator()
+    bits = _NUMPY.get_bit_generator()
     if bits is not _numpy[0]:
         _numpy = (bits, _numpy_memory(bits) if type(bits) is np.random.MT19937 else None)
     return _numpy
@@ -99,7 +101,7 @@ def seed_streams(seed: int) -> None:
     else:
         _SCRATCH._legacy_seeding(seed >> 32)
         memory[:] = _SCRATCH_MEMORY
-        np.random.set_bit_generator(bits)  # forgets the kept half of a pair of normal numbers
+        _NUMPY.set_bit_generator(bits)  # forgets the kept half of a pair of normal numbers
 
 
 def save_streams() -> tuple[Any, ...]:
@@ -130,7 +132,7 @@ def restore_streams(saved: tuple[Any, ...]) -> None:
         _PYTHON_MEMORY[:], _PYTHON.gauss_next = python
     else:
         random.setstate(python)
-    np.random.set_bit_generator(bits)  # forgets the kept half of a pair
+    _NUMPY.set_bit_generator(bits)  # forgets the kept half of a pair
     memory = _numpy_stream()[1]
     if memory is None:
         np.random.set_state(words)  # noqa: NPY002

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 
@@ -20,6 +21,7 @@ class BackgroundWriter:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
         # Not Thread.join alone: interrupted by Ctrl-C it takes the thread for ended (CPython 3.11, bpo-45274), and
         # the next one returns while the write is still going on.
         self._done = threading.Event()
@@ -28,7 +30,7 @@ class BackgroundWriter:
     @property
     def busy(self) -> bool:
         """Whether a job is running."""
-        return self._thread is not None and not self._done.is_set()
+        return self._thread is not None and self._pid == os.getpid() and not self._done.is_set()
 
     def start(self, job: Callable[[], object], what: str) -> None:
         """Run a job; one that is running is waited for.
@@ -42,6 +44,7 @@ class BackgroundWriter:
         """
         self.wait()
 
+        self._pid = os.getpid()
         done = self._done = threading.Event()
 
         def run() -> None:
@@ -63,8 +66,9 @@ class BackgroundWriter:
             BaseException: What the job has raised, once.
         """
         if self._thread is not None:
-            self._done.wait()
-            self._thread.join()
+            if self._pid == os.getpid():  # a forked child has no such thread, and would wait for ever
+                self._done.wait()
+                self._thread.join()
             self._thread = None
         failure, self._failure = self._failure, None
         if failure is not None:

@@ -155,7 +155,7 @@ def test_every_error_is_public():
 def test_run_time_needs_three_packages():
     """torch, numpy and filelock are all that is imported at run time, beside what an extra brings."""
     allowed = {"torch", "numpy", "filelock", "safeckpt"}
-    extras = {"cli": {"click", "rich"}, "proof": {"matplotlib"}}
+    extras = {"cli": {"click", "rich", "safetensors"}, "proof": {"matplotlib"}}
     stdlib = set(importlib.import_module("sys").stdlib_module_names)
     for path in MODULES:
         tops = {top for top, _ in imports_of(path)} - stdlib - allowed - {"__future__"}

@@ -33,6 +33,7 @@ NAMES = [f"step-0000000{step}.pt" for step in (2, 4, 6)]
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory of a run: three checkpoints, a history, one refused step."""
     path = tmp_path_factory.mktemp("runs") / "run"
+    torch.set_num_threads(1)  # as in every test: a fixture of the module is made before theirs
     run = Run()
     with safeckpt.CheckpointManager(path, run.components, keep_last=9, save_every=2) as manager:
         for step in range(1, 7):

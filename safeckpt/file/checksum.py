@@ -8,12 +8,13 @@ The root finds damage; it is no signature.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import struct
 import threading
 from functools import lru_cache
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Self
 from zlib import crc32
 
@@ -181,11 +182,13 @@ class CrcPool:
     def _start(self) -> None:
         for _ in range(self._workers):
             thread = threading.Thread(target=self._work, name="safeckpt-crc", daemon=True)
+            # Listed before it runs: a thread that Ctrl-C kept off the list would take the end mark of another.
+            self._threads.append(thread)
             try:
                 thread.start()
             except RuntimeError:  # the interpreter is exiting, or the process has no thread left
+                self._threads.remove(thread)
                 break
-            self._threads.append(thread)
         self._inline = not self._threads
 
     def _work(self) -> None:
@@ -198,10 +201,12 @@ class CrcPool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        while not self._tasks.empty():  # after an error nobody waits for the rest
-            self._tasks.get()
+        with contextlib.suppress(Empty):  # after an error nobody waits for the rest
+            while True:
+                self._tasks.get_nowait()
         for _ in self._threads:
             self._tasks.put(None)
         for thread in self._threads:
-            thread.join()
+            if thread.ident is not None:  # interrupted before its start
+                thread.join()
         self._threads.clear()

@@ -163,7 +163,7 @@ def _interrupt_lines(path: Path, part: str, stride: int) -> tuple[int, list[str]
     [
         ("manager.py", 1),
         ("store", 11),
-        ("state", 1999),
+        ("state", 997),
         pytest.param("", 1, marks=[pytest.mark.campaign, pytest.mark.timeout(7200)]),
     ],
 )

@@ -112,7 +112,9 @@ def test_another_kind_of_state_is_refused():
     live = loader()
     assert live.check_state({"epoch": 1}) == ["this is not a state of a ResumableLoader"]
     assert live.check_state([]) == ["this is not a state of a ResumableLoader"]
-    assert live.check_state(live.state_dict() | {"version": 2}) == ["the state has version 2, this safeckpt reads up to 1"]
+    assert live.check_state(live.state_dict() | {"version": 2}) == [
+        "the state has version 2, this safeckpt reads up to 1"
+    ]
     stream = ResumableLoader(DataLoader(Stream(), batch_size=4)).state_dict()
     assert live.check_state(stream) == ["kind of loader: 'iterable' in the saved state, 'map' now"]
     assert live.check_state(live.state_dict()) == []
@@ -157,10 +159,8 @@ def test_batch_size_conversion_is_exact_in_samples(shuffle, batch_size, position
     with caplog.at_level(logging.WARNING, logger="safeckpt"):
         live.load_state_dict(state)
     sample = min(4 * position, SAMPLES)
-    assert caplog.messages == [
-        f"the saved position, batch {position} of epoch 0, goes on as batch {sample // batch_size} of this loader, "
-        f"at sample {sample}"
-    ]
+    how = f"batch {position} of epoch 0, goes on as batch {sample // batch_size} of this loader, at sample {sample}"
+    assert caplog.messages == [f"the saved position, {how}"]
     rest = list(live)
     assert values(rest) == values(whole)[sample:]
     assert all(len(batch) == batch_size for batch in rest[:-1])

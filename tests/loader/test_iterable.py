@@ -69,13 +69,13 @@ def test_stream_is_rewound_within_the_loop(kind, options):
     run = straight(functools.partial(make, kind, options), epochs=2)
     for target in [(0, 0), (0, 2), (1, 0), (1, 1)]:
         loader = ResumableLoader(make(kind, options), seed=1)
-        seen = []
+        seen, done = [], False
         for _ in loader.epochs(2):
             for batch in loader:
                 seen.append(batch)
-                if (loader.epoch, loader.batch) == (1, 4) and target is not None:
+                if (loader.epoch, loader.batch) == (1, 4) and not done:
                     loader.load_state_dict(run.states[target])
-                    seen, rest, target = [], run.rest(target), None
+                    seen, rest, done = [], run.rest(target), True
         assert seen == [batch for batches in rest for batch in batches]
 
 
@@ -201,7 +201,7 @@ def test_other_number_of_workers_is_refused_for_a_stream():
     """Shards of two workers are not those of three, and the message says which numbers there are."""
     run = straight(functools.partial(make, Stream, "3 workers"), epochs=1)
     loader = ResumableLoader(DataLoader(Stream(), batch_size=3, num_workers=2, collate_fn=collate))
-    with pytest.raises(StateMismatchError, match="number of workers of an iterable dataset: 3 in the saved state, 2 now"):
+    with pytest.raises(StateMismatchError, match=r"number of workers .*: 3 in the saved state, 2 now"):
         loader.load_state_dict(run.states[0, 2])
     assert (loader.epoch, loader.batch) == (0, 0)
 

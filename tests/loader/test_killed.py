@@ -41,7 +41,7 @@ def straight(tmp_path_factory):
     [(0, 0, False, ORDERS), (4, 1, False, FEW), (1, 4, True, FEW), (4, 0, True, FEW[:1])],
     ids=["0 to 0 workers", "4 to 1 workers", "1 to 4 persistent workers", "4 persistent to 0 workers"],
 )
-def test_killed_run_sees_the_batches_and_losses_of_the_uninterrupted_one(
+def test_killed_run_sees_the_batches_and_losses_of_the_uninterrupted_one(  # noqa: PLR0917 - pytest passes them by name
     before, after, persistent, orders, straight, tmp_path
 ):
     """First, middle, last batch and epoch border, each kind of sampler: lists of batches and losses are equal."""

@@ -39,7 +39,8 @@ OPTIONS = {
     "persistent": {"workers": 2, "persistent_workers": True},
     "prefetch": {"workers": 2, "prefetch_factor": 5},
     "timeout": {"workers": 2, "timeout": 60},
-    "spawn": {"workers": 1, "multiprocessing_context": multiprocessing.get_context("spawn"), "persistent_workers": True},
+    "context object": {"workers": 1, "multiprocessing_context": multiprocessing.get_context("fork")},
+    "spawn": {"workers": 1, "multiprocessing_context": "spawn", "persistent_workers": True},
 }
 
 
@@ -60,7 +61,8 @@ def test_any_order_comes_the_same_with_workers(order, workers):
     """Samplers that are drawn ahead of the batch at hand resume at the batch at hand."""
     run = straight(functools.partial(dataloader, order, workers), epochs=2)
     for position in [(0, 2), (1, 0), (1, 1)]:
-        assert resumed(functools.partial(dataloader, order, 5 - workers), run.states[position], epochs=2) == run.rest(position)
+        rest = resumed(functools.partial(dataloader, order, 5 - workers), run.states[position], epochs=2)
+        assert rest == run.rest(position)
 
 
 class Stamped(Augmented):
@@ -102,7 +104,11 @@ def test_worker_init_fn_sees_an_iterable_dataset_too():
     assert len(sizes(ResumableLoader(loader))) == 23
 
 
-@pytest.mark.parametrize("make", [dataloader, lambda workers: DataLoader(Stream(), num_workers=workers, collate_fn=collate)])
+def streaming(workers):
+    return DataLoader(Stream(), num_workers=workers, collate_fn=collate)
+
+
+@pytest.mark.parametrize("make", [dataloader, streaming])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_streams_of_the_training_process_never_move(make, workers):
     """Constructing with a seed, iterating, saving, restoring, leaving: the training draws what it would have drawn."""

@@ -59,12 +59,12 @@ def test_epoch_left_by_break_does_not_change_how_the_next_resumes(order):
 @pytest.mark.parametrize(
     "arguments",
     [
-        lambda data: {"shuffle": True, "generator": seeded()},
+        lambda _: {"shuffle": True, "generator": seeded()},
         lambda data: {"sampler": RandomSampler(data, generator=seeded())},
         lambda data: {"sampler": RandomSampler(data, replacement=True, generator=seeded()), "generator": seeded(9)},
         lambda data: {"sampler": DistributedSampler(data, num_replicas=2, rank=0)},
-        lambda data: {"sampler": Private()},
-        lambda data: {},
+        lambda _: {"sampler": Private()},
+        lambda _: {},
     ],
 )
 @pytest.mark.parametrize("workers", [0, 2])
@@ -224,13 +224,20 @@ class Nested(Augmented):
         bits = np.random.Generator(np.random.Philox(2))
         old = np.random.RandomState(3)
         self.transforms = [
-            {"closure": lambda: generator.normal(), "partial": functools.partial(bits.normal)},
+            {"closure": lambda: generator.normal() + 1, "partial": functools.partial(bits.normal)},
             (random.Random(4).random, seeded(5), old.randn),
         ]
 
     def __getitem__(self, index):
         calls, (python, generator, old) = self.transforms
-        return [float(index), calls["closure"](), calls["partial"](), python(), old(), torch.rand((), generator=generator).item()]
+        return [
+            float(index),
+            calls["closure"](),
+            calls["partial"](),
+            python(),
+            old(),
+            torch.rand((), generator=generator).item(),
+        ]
 
 
 def test_private_generators_in_transforms_follow_the_batch():
@@ -245,3 +252,24 @@ def test_private_generators_do_not_move_for_the_training_process():
     before = data.private.bit_generator.state
     list(ResumableLoader(dataloader(dataset=data)))
     assert data.private.bit_generator.state == before
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3])
+def test_epoch_left_by_break_has_drawn_what_was_handed_out(stop):
+    """A sampler's own generator goes on where a bare DataLoader leaves it, though we had drawn further ahead."""
+    bare, loader = dataloader("custom, own generator"), ResumableLoader(dataloader("custom, own generator"))
+    for one in (bare, loader):
+        for number, _ in enumerate(one, start=1):
+            if number == stop:
+                break
+    assert sizes(loader) == sizes(bare)
+
+
+def test_saving_after_a_break_does_not_move_the_samplers_generator():
+    """The state of the next epoch is worked out on the live generator, which is put back afterwards."""
+    loader = ResumableLoader(dataloader("custom, own generator"))
+    for _ in loader:
+        break
+    before = loader.sampler.generator.bit_generator.state
+    assert loader.state_dict()["epoch"] == 1
+    assert loader.sampler.generator.bit_generator.state == before

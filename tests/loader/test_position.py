@@ -35,9 +35,7 @@ def test_batch_counts_what_was_handed_out():
     """In the body of the first batch it is 1, of the last the length; after the loop the next epoch is at 0."""
     loader = fresh()
     assert position(loader) == (0, 0)
-    seen = []
-    for _ in loader:
-        seen.append(position(loader))
+    seen = [position(loader) for _ in loader]
     assert seen == [(0, 1), (0, 2), (0, 3), (0, 4), (0, 5)]
     assert position(loader) == (1, 0)
     assert len(loader) == BATCHES
@@ -234,8 +232,7 @@ def test_interrupt_inside_the_fetch_loses_no_batch(workers):
     loader = ResumableLoader(dataloader("sequential", 0, collate_fn=interrupt), seed=3)
     seen = []
     try:
-        for batch in loader:
-            seen.append(batch)
+        seen.extend(loader)
     except KeyboardInterrupt:
         state = loader.state_dict()
     other = ResumableLoader(dataloader("sequential", workers))

@@ -120,28 +120,28 @@ def seeded(seed: int = 7) -> torch.Generator:
 
 # What chooses the order, by name: from a dataset to the DataLoader's arguments.
 ORDERS: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "sequential": lambda data: {"batch_size": BATCH_SIZE},
-    "shuffle": lambda data: {"batch_size": BATCH_SIZE, "shuffle": True},
-    "shuffle, drop_last": lambda data: {"batch_size": BATCH_SIZE, "shuffle": True, "drop_last": True},
-    "shuffle, own generator": lambda data: {"batch_size": BATCH_SIZE, "shuffle": True, "generator": seeded()},
+    "sequential": lambda _: {"batch_size": BATCH_SIZE},
+    "shuffle": lambda _: {"batch_size": BATCH_SIZE, "shuffle": True},
+    "shuffle, drop_last": lambda _: {"batch_size": BATCH_SIZE, "shuffle": True, "drop_last": True},
+    "shuffle, own generator": lambda _: {"batch_size": BATCH_SIZE, "shuffle": True, "generator": seeded()},
     "replacement": lambda data: {
         "batch_size": 6, "sampler": RandomSampler(data, replacement=True, num_samples=40),
     },
     "replacement, own generator": lambda data: {
         "batch_size": 16, "sampler": RandomSampler(data, replacement=True, num_samples=70, generator=seeded()),
     },
-    "subset": lambda data: {"batch_size": BATCH_SIZE, "sampler": SubsetRandomSampler(range(1, SAMPLES))},
-    "weighted": lambda data: {
+    "subset": lambda _: {"batch_size": BATCH_SIZE, "sampler": SubsetRandomSampler(range(1, SAMPLES))},
+    "weighted": lambda _: {
         "batch_size": BATCH_SIZE, "sampler": WeightedRandomSampler([1.0 + i for i in range(SAMPLES)], SAMPLES),
     },
     "batch sampler": lambda data: {"batch_sampler": BatchSampler(RandomSampler(data), BATCH_SIZE, drop_last=False)},
-    "list": lambda data: {"batch_size": BATCH_SIZE, "sampler": [4, 2, 0, 7, 1, 9, 12, 3]},
+    "list": lambda _: {"batch_size": BATCH_SIZE, "sampler": [4, 2, 0, 7, 1, 9, 12, 3]},
     "distributed": lambda data: {"batch_size": 2, "sampler": DistributedSampler(data, num_replicas=2, rank=1)},
-    "custom": lambda data: {"batch_size": BATCH_SIZE, "sampler": Lazy()},
-    "custom batches": lambda data: {"batch_sampler": LazyBatches()},
-    "custom, own generator": lambda data: {"batch_size": BATCH_SIZE, "sampler": Private()},
-    "custom, stateful": lambda data: {"batch_size": BATCH_SIZE, "sampler": Stateful()},
-    "no batching": lambda data: {"batch_size": None, "sampler": SubsetRandomSampler(range(6))},
+    "custom": lambda _: {"batch_size": BATCH_SIZE, "sampler": Lazy()},
+    "custom batches": lambda _: {"batch_sampler": LazyBatches()},
+    "custom, own generator": lambda _: {"batch_size": BATCH_SIZE, "sampler": Private()},
+    "custom, stateful": lambda _: {"batch_size": BATCH_SIZE, "sampler": Stateful()},
+    "no batching": lambda _: {"batch_size": None, "sampler": SubsetRandomSampler(range(6))},
 }  # fmt: skip
 
 
