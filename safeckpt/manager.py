@@ -698,15 +698,18 @@ class CheckpointManager:
     def _batches_to_leave_out(self, count: int) -> dict[str, Any]:
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
             raise ValueError(f"skip_batches must be an int, 0 or more; got {count!r}")
-        if count == 0:
-            return {}
         able = {name: c.obj for name, c in self._components.items() if hasattr(c.obj, "leave_out")}
-        if not able:
+        if count and not able:
             raise ValueError(
                 "skip_batches needs a loader that can leave out batches among the components: wrap the DataLoader in "
                 "safeckpt.ResumableLoader and register it"
             )
-        return {name: loader.last_batches(count) for name, loader in able.items()}
+        # What was left out before stays out: the checkpoint may be older than that decision.
+        left_out = {
+            name: sorted({*getattr(loader, "left_out", ()), *(loader.last_batches(count) if count else ())})
+            for name, loader in able.items()
+        }
+        return {name: positions for name, positions in left_out.items() if positions}
 
     def _event(self, kind: str, step: int | None, **data: Any) -> None:
         """Append to the history of this run; a directory that is not there yet, or not writable, has none."""
