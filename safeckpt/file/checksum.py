@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import struct
 import threading
 from functools import lru_cache
@@ -18,19 +17,20 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Self
 from zlib import crc32
 
+from safeckpt.threads import worker_count
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import TracebackType
 
     from safeckpt.file.archive import Buffer
 
-__all__ = ["CHUNK_BYTES", "ChunkDigest", "CrcPool", "CrcTask", "combine", "root_of", "worker_count"]
+__all__ = ["CHUNK_BYTES", "ChunkDigest", "CrcPool", "CrcTask", "combine", "root_of"]
 
 CHUNK_BYTES = 4 << 20  # part of the format: the trailer names it
 
 _POLYNOMIAL = 0xEDB88320  # CRC-32, bits reflected as in zlib
 _ONE = 1 << 31  # x**0 in reflected bits
-_MOST_WORKERS = 4  # zlib.crc32 reads about 2.4 GB/s a core; more than four cores would wait for memory
 
 
 def _multiply(a: int, b: int) -> int:
@@ -122,13 +122,6 @@ class ChunkDigest:
         """Return the digest of everything taken in so far."""
         rest = [self._crc] if self.size_bytes % CHUNK_BYTES else []
         return root_of(self._crcs + rest, self.size_bytes)
-
-
-def worker_count() -> int:
-    """Return how many threads are worth starting for checksums on this machine."""
-    return max(
-        1, min(_MOST_WORKERS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    )
 
 
 class CrcTask:

@@ -15,7 +15,8 @@ from typing import IO, TYPE_CHECKING
 from zlib import crc32
 
 from safeckpt.errors import DamagedCheckpointError
-from safeckpt.file.checksum import CHUNK_BYTES, combine, worker_count
+from safeckpt.file.checksum import CHUNK_BYTES, combine
+from safeckpt.threads import worker_count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
