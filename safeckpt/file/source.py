@@ -16,7 +16,7 @@ from zlib import crc32
 
 from safeckpt.errors import DamagedCheckpointError
 from safeckpt.file.checksum import CHUNK_BYTES, combine
-from safeckpt.threads import worker_count
+from safeckpt.threads import in_threads
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -110,7 +110,6 @@ class Source:
     def _crcs_in_threads(self, pieces: Sequence[tuple[int, int, int]]) -> list[int]:
         crcs = [0] * len(pieces)
         todo = deque(range(len(pieces)))
-        errors: list[BaseException] = []
 
         def work() -> None:
             buffer = memoryview(bytearray(_READ_BYTES))
@@ -121,30 +120,7 @@ class Source:
                     return
                 crcs[index] = self._crc(*pieces[index][1:], buffer)
 
-        def helper() -> None:
-            try:
-                work()
-            except BaseException as error:  # noqa: BLE001  raised again below, in the caller's thread
-                errors.append(error)
-
-        threads = [threading.Thread(target=helper, name="safeckpt-verify") for _ in range(worker_count() - 1)]
-        started = []
-        try:
-            for thread in threads:
-                try:
-                    thread.start()
-                except RuntimeError:  # the interpreter is exiting, or there is no thread left: this one does it all
-                    break
-                started.append(thread)
-            work()
-        except BaseException:
-            todo.clear()
-            raise
-        finally:
-            for thread in started:
-                thread.join()
-        if errors:
-            raise errors[0]
+        in_threads(work, todo.clear, name="safeckpt-verify")
         return crcs
 
     def _crc(self, offset: int, length: int, buffer: memoryview) -> int:

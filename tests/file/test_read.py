@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from safeckpt import threads
 from safeckpt.errors import DamagedCheckpointError, FormatVersionError
 from safeckpt.file import FORMAT_VERSION, archive, encode, open_file, verify, write_file
-from safeckpt.file import source as source_module
 from safeckpt.file.checksum import CHUNK_BYTES, CrcPool
 from safeckpt.file.trailer import TRAILER_BYTES
 from safeckpt.file.write import _Writer
@@ -200,7 +200,7 @@ def test_verify_in_threads_and_alone_agree(tmp_path, monkeypatch):
     assert path.stat().st_size > 2 * CHUNK_BYTES
     root = verify(path).root
     for count in (1, 2, 5):
-        monkeypatch.setattr(source_module, "worker_count", lambda count=count: count)
+        monkeypatch.setattr(threads, "worker_count", lambda count=count: count)
         assert verify(path).root == root
 
     def refuse(self):
@@ -224,7 +224,7 @@ def test_error_in_a_verifying_thread_reaches_the_caller(tmp_path, monkeypatch):
             raise error
         return real(*args)
 
-    monkeypatch.setattr(source_module, "worker_count", lambda: 4)
+    monkeypatch.setattr(threads, "worker_count", lambda: 4)
     with open_file(path) as file:
         file.check_structure()
         monkeypatch.setattr(os, "preadv", fail)
