@@ -74,7 +74,7 @@ def find_nonfinite(tree: Any, *, allow: Sequence[str] = ()) -> list[NonFiniteTen
         UnsavableStateError: A tensor's dtype or layout cannot be examined; it is named.
 
     Cost:
-        One pass over memory, at `torch.aminmax` speed, and one device synchronisation per device and dtype.
+        One pass over memory, at `torch.sum` speed, and one device synchronisation per device and dtype.
         Only tensors that are not finite are read again.
 
     Example:

@@ -1,7 +1,8 @@
 """Find the tensors that hold NaN or Inf: fast when there is none, exact when there is one.
 
-The fast pass is `torch.aminmax`, which propagates NaN and reads memory at full speed; `isfinite(t).all()`
-writes a mask and is about twenty times slower. Only a tensor that fails it is looked at again, element by element.
+The fast pass is `torch.sum`: it reads memory at full speed, and one NaN or Inf makes it NaN or Inf. So may a sum of
+huge numbers, so a tensor that fails it is looked at again by `torch.aminmax`, at two thirds of that speed, and only
+one that fails this as well element by element: `isfinite(t).all()` writes a mask and is about thirty times slower.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ __all__ = ["NonFiniteTensor", "masks", "nonfinite", "scan"]
 
 _PLAIN = (torch.Tensor, nn.Parameter)  # exactly these: a subclass may mean something else by its memory
 _NATIVE = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})  # what aminmax knows
+_SUMMED = _NATIVE - {torch.float16}  # whose sum would overflow at 65,504, and in a wider type is ten times slower
 # No NaN and no Inf in the format: nothing to look for. Named by string, since an older torch may lack one.
 _ALWAYS_FINITE = frozenset({"torch.float4_e2m1fn_x2"})
 _BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
@@ -141,9 +143,9 @@ def _quantized_scales(t: torch.Tensor) -> torch.Tensor:
 
 
 def _suspects(values: list[torch.Tensor], looked_at: Callable[[torch.Tensor], None] | None = None) -> list[int]:
-    """Return the positions of those whose extremes are not finite, with one synchronisation.
+    """Return the positions of those that may not be finite, with one synchronisation.
 
-    Small tensors are looked at in batches: fifty thousand calls of aminmax cost more than reading the memory.
+    Small tensors are looked at in batches: fifty thousand calls of sum cost more than reading the memory.
     """
     batches: list[list[int]] = []
     room = 0
@@ -158,14 +160,16 @@ def _suspects(values: list[torch.Tensor], looked_at: Callable[[torch.Tensor], No
         else:
             batches.append([position])
             room = _BATCH - size
-    extremes: list[torch.Tensor] = []
-    for batch in batches:
-        extremes += _aminmax(_joined([values[i] for i in batch]), looked_at)
-    finite = torch.isfinite(torch.stack(extremes)).view(-1, 2).all(dim=1).tolist()
+    marks = [_mark(_joined([values[i] for i in batch]), looked_at) for batch in batches]
+    finite = torch.isfinite(torch.stack(marks)).tolist()
     found: list[int] = []
     for batch, is_finite in zip(batches, finite, strict=True):
-        if not is_finite:
-            found += batch if len(batch) == 1 else [batch[i] for i in _bad_members([values[i] for i in batch])]
+        if is_finite:
+            continue
+        if len(batch) > 1:
+            found += [batch[i] for i in _bad_members([values[i] for i in batch])]
+        elif not _has_finite_extremes(values[batch[0]]):
+            found += batch
     return found
 
 
@@ -183,21 +187,32 @@ def _joined(values: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([one if one.dim() == 1 else one.reshape(-1) for one in values])
 
 
-def _aminmax(
-    values: torch.Tensor, looked_at: Callable[[torch.Tensor], None] | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _mark(values: torch.Tensor, looked_at: Callable[[torch.Tensor], None] | None) -> torch.Tensor:
+    """Return one number that is not finite when one of the values is not."""
     flat = _in_memory_order(values)
     native = flat.dtype in _NATIVE
     if native and (looked_at is None or flat.numel() <= _SMALL or not flat.is_contiguous()):
-        low, high = torch.aminmax(flat)
-        return low, high
+        return _mark_of(flat)
     # float8 and whatever comes next is widened piece by piece, so that no copy of the whole is made.
     pieces = []
     for piece in flat.reshape(-1).split(_PIECE):
-        pieces.append(torch.aminmax(piece if native else piece.to(torch.float32)))
+        pieces.append(_mark_of(piece if native else piece.to(torch.float32)))
         if looked_at is not None:
             looked_at(piece)
-    return torch.stack([p.min for p in pieces]).amin(), torch.stack([p.max for p in pieces]).amax()
+    return _mark_of(torch.stack(pieces))
+
+
+def _mark_of(values: torch.Tensor) -> torch.Tensor:
+    if values.dtype in _SUMMED:
+        return values.sum()
+    low, high = torch.aminmax(values)
+    return high - low  # NaN when one is NaN or both are the same infinity
+
+
+def _has_finite_extremes(values: torch.Tensor) -> bool:
+    """Tell by the extremes that a tensor holds no NaN and no Inf: its sum may just have been too large."""
+    flat = _in_memory_order(values)
+    return flat.dtype in _NATIVE and bool(torch.isfinite(torch.stack(torch.aminmax(flat))).all())
 
 
 @lru_cache
