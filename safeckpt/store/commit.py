@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, cast
 
 from safeckpt.errors import DurabilityUnknownError, SafeckptWarning
-from safeckpt.store import disk, names
+from safeckpt.store import disk, freeing, names
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,6 +62,7 @@ def commit(
         One pass of writing, one fsync of the file, one of the directory.
     """
     target = _target(path)
+    freeing.wait()
     temp: Path | None = None
     file: NewFile | None = None
     claim: disk.Handle | None = None
@@ -95,7 +96,7 @@ def commit(
             disk.sync(file.raw)
             # Closed before the rename: the last chance to hear of a failed write, and Windows renames no open file.
             file.close()
-            disk.replace(temp, target)  # type: ignore[arg-type]  # a file has its temporary name
+            freeing.put(temp, target)  # type: ignore[arg-type]  # a file has its temporary name
             claim.close()
         except BaseException as error:
             _discard(file, claim, temp, error)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TypeVar
 
 from safeckpt.errors import SafeckptWarning, StepExistsError
-from safeckpt.store import disk, names
+from safeckpt.store import disk, freeing, names
 from safeckpt.store.commit import commit
 from safeckpt.store.events import EventLog
 from safeckpt.store.losses import LossLog
@@ -196,7 +196,7 @@ class CheckpointDirectory:
     def _remove(self, path: Path) -> bool:
         try:
             with contextlib.suppress(FileNotFoundError):  # somebody else deleted it: all the better
-                disk.unlink(path)
+                freeing.delete(path)
         except OSError as error:
             _warn(f"{path} is no longer needed and could not be deleted: {error}. It is tried again at the next save.")
             return False

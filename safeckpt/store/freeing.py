@@ -1,0 +1,86 @@
+"""Delete and replace large files without keeping anybody waiting for it.
+
+A name goes at once. The pages and blocks behind it go when the last descriptor is closed, and for a large file that
+takes a third of the time that writing it took. So a descriptor is opened before the name is removed, and a thread
+closes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from typing import TYPE_CHECKING
+
+from safeckpt.store import disk
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+__all__ = ["delete", "put", "wait"]
+
+_held: set[disk.Handle] = set()  # of files without a name, in this process
+_threads: list[threading.Thread] = []
+
+
+def delete(path: Path) -> None:
+    """Delete a file; its space comes back a moment later.
+
+    Raises:
+        OSError: It could not be deleted, and is as it was.
+    """
+    with _freed_later(path):
+        disk.unlink(path)
+
+
+def put(source: Path, target: Path) -> None:
+    """Give a file another name, atomically; the space of what had that name comes back a moment later.
+
+    Raises:
+        OSError: Nothing has changed.
+    """
+    with _freed_later(target):
+        disk.replace(source, target)
+
+
+def wait() -> None:
+    """Return when all space has come back: a disk that looks full may not be."""
+    while _threads:
+        thread = _threads[-1]
+        thread.join()
+        with contextlib.suppress(ValueError):  # somebody else waited for it as well
+            _threads.remove(thread)
+
+
+@contextlib.contextmanager
+def _freed_later(path: Path) -> Iterator[None]:
+    handle = disk.hold(path)
+    if handle is None:
+        yield
+        return
+    with contextlib.ExitStack() as closing:
+        closing.callback(_close, handle)
+        yield
+        _held.add(handle)
+        thread = threading.Thread(target=_close, args=(handle,), name="safeckpt-free", daemon=True)
+        with contextlib.suppress(RuntimeError):  # the interpreter is exiting, or there is no thread left
+            thread.start()
+            _threads.append(thread)
+            closing.pop_all()
+
+
+def _close(handle: disk.Handle) -> None:
+    handle.close()
+    _held.discard(handle)
+
+
+def _forget() -> None:
+    """Let go of what the parent is about to free: a forked loader worker would keep the space for its lifetime."""
+    _threads.clear()
+    while _held:
+        _held.pop().close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
