@@ -100,8 +100,7 @@ def test_forked_child_does_not_keep_the_space(large: Path, monkeypatch: pytest.M
         close(handle)
 
     def open_names() -> list[str]:
-        links = [Path("/proc/self/fd", number) for number in os.listdir("/proc/self/fd")]
-        return [os.readlink(link) for link in links if os.path.lexists(link)]
+        return [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if os.path.lexists(link)]
 
     monkeypatch.setattr(freeing, "_close", late)
     freeing.delete(large)
