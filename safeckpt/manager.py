@@ -2,57 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime as dt
 import logging
-import math
 import os
-import secrets
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-import torch
-
-from safeckpt.arguments import as_floats, as_numbers, checked_metrics, checked_names, checked_step
-from safeckpt.background import BackgroundWriter
-from safeckpt.catalog import Catalog, Checkpoint, reason_of, skipped
-from safeckpt.errors import (
-    CheckpointNotFoundError,
-    DamagedCheckpointError,
-    DirectoryInUseError,
-    DirectoryLockedError,
-    EnvironmentChangedWarning,
-    HyperparameterReplacedWarning,
-    LoadError,
-    NoGoodCheckpointError,
-    NonFiniteError,
-    RollbackLoopError,
-    StepExistsError,
-    UncapturedStateWarning,
-)
-from safeckpt.file import CheckpointFile, PreparedFile, encode, prepare
+from safeckpt.arguments import checked_names, checked_step
+from safeckpt.catalog import Checkpoint
+from safeckpt.errors import CheckpointNotFoundError, UncapturedStateWarning
 from safeckpt.replay import Replay, ReplayPolicy, ReplayReport
+from safeckpt.run import Restorer, Rollbacks, Saver, Timeline
 from safeckpt.schedule import Pruning, SaveSchedule
 from safeckpt.signals import StopSignals
-from safeckpt.state import (
-    RESERVED_KEY,
-    Baseline,
-    Gradients,
-    Guard,
-    Plan,
-    Staging,
-    Verdict,
-    capture,
-    guard_from_record,
-    nonfinite_loss,
-    plan,
-    register,
-    to_cpu,
-    uncaptured,
-)
-from safeckpt.store import Best, CheckpointDirectory, EventLog, WriterLock
+from safeckpt.state import Guard, register, uncaptured
+from safeckpt.store import Best, CheckpointDirectory, WriterLock
 
 __all__ = ["CheckpointManager"]
 
@@ -123,10 +89,9 @@ class CheckpointManager:
         stop_signals: Iterable[int] = (),
         lock_timeout_seconds: float = 10.0,
     ) -> None:
-        self._files = CheckpointDirectory(directory)
-        self._catalog = Catalog(self._files)
-        self._pruning = Pruning(self._files, self._catalog, keep_last, keep_best, keep_every)
-        self._due = SaveSchedule(save_every)
+        files = CheckpointDirectory(directory)
+        self._run = Timeline(files, WriterLock(directory, lock_timeout_seconds), SaveSchedule(save_every))
+        pruning = Pruning(files, self._run.catalog, keep_last, keep_best, keep_every)
         if not isinstance(guard, Guard):
             raise TypeError(f"guard must be a Guard; got {type(guard).__name__}")
         if isinstance(max_rollbacks, bool) or not isinstance(max_rollbacks, int) or max_rollbacks < 1:
@@ -135,40 +100,32 @@ class CheckpointManager:
             raise TypeError(f"async_save must be True or False; got {async_save!r}")
         if grads is not None and not isinstance(grads, bool):
             raise TypeError(f"grads must be True, False or None; got {grads!r}")
-        self._guard = guard
-        self._grads = grads
-        self._staging = Staging() if async_save else None
-        self._writer = BackgroundWriter()
-        self._copied: tuple[int, dict[str, Any]] | None = None  # step and payload that the staging memory holds
-        self._max_rollbacks = max_rollbacks
         self._components = register(components)
-        self._baseline = Baseline(self._components)
-        self._lock = WriterLock(directory, lock_timeout_seconds)
-        self._events = EventLog(self._files.path / "events.jsonl")
-        self._replay = Replay(self._files.losses, on_replay_mismatch, self._event, lambda: self._lock.held)
-        self._run_id: str | None = None
-        self._step = 0
-        self._saved: int | None = None  # the step of the newest checkpoint on this timeline, as this manager knows it
-        self._known: set[int] = set()  # steps in the directory that belong to this run
-        self._left: set[int] = set()  # known steps above the restored one: set aside before the next save
-        self._begun = False  # a step was ended, saved or restored
-        self._failed: tuple[int, str] | None = None  # the step that was refused last, and why
-        self._rollbacks: list[tuple[int, bool]] = []  # (failing step, whether something was changed) since a new save
-        self._closed = False
+        self._replay = Replay(files.losses, on_replay_mismatch, self._run.event, lambda: self._run.lock.held)
+        self._restorer = Restorer(self._run, self._components)
+        self._rollbacks = Rollbacks(self._run, self._components, max_rollbacks)
         for line in uncaptured(components):
             warnings.warn(f"Not captured: {line}.", UncapturedStateWarning, stacklevel=2)
         self._signals = StopSignals(stop_signals)
-        self._gradients = Gradients(self._components)  # last: a manager that was refused leaves no hook behind
+        self._saver = Saver(  # last: a manager that was refused leaves no hook on an optimizer behind
+            self._run,
+            self._components,
+            guard=guard,
+            grads=grads,
+            pruning=pruning,
+            replay=self._replay,
+            asynchronous=async_save,
+        )
 
     @property
     def step(self) -> int:
         """The last step that was saved, restored or ended; 0 at first."""
-        return self._step
+        return self._run.step
 
     @property
     def directory(self) -> Path:
         """Where the checkpoints are, as an absolute path."""
-        return self._files.path
+        return self._run.files.path
 
     @property
     def replay(self) -> ReplayReport | None:
@@ -195,13 +152,13 @@ class CheckpointManager:
         try:
             self.wait()
         finally:
-            self._closed = True
+            self._run.closed = True
             try:
                 self._replay.close()
             finally:
-                self._lock.release()
+                self._run.lock.release()
                 self._signals.restore()
-                self._gradients.close()
+                self._saver.gradients.close()
 
     def wait(self) -> None:
         """Return when every save is committed. Only with `async_save` is there anything to wait for.
@@ -209,7 +166,7 @@ class CheckpointManager:
         Raises:
             BaseException: What a write in the background has raised, once; earlier checkpoints are untouched.
         """
-        self._writer.wait()
+        self._saver.writer.wait()
 
     def checkpoints(self) -> tuple[Checkpoint, ...]:
         """Return the checkpoints that pass the cheap check (name, trailer, size, structure), ascending by step.
@@ -220,7 +177,7 @@ class CheckpointManager:
         Warns:
             SkippedCheckpointWarning: A file with a checkpoint's name is none, or damaged.
         """
-        return self._catalog.listed()
+        return self._run.catalog.listed()
 
     def latest(self) -> Checkpoint | None:
         """Return the newest good checkpoint, every byte of it verified; None when there is none.
@@ -228,7 +185,7 @@ class CheckpointManager:
         Raises:
             FormatVersionError: The newest file is of a newer format.
         """
-        for _, checkpoint in self._catalog.good({}):
+        for _, checkpoint in self._run.catalog.good({}):
             return checkpoint
         return None
 
@@ -267,58 +224,7 @@ class CheckpointManager:
             directory. Tensors on a device are copied to the host piece by piece. Files that another process wrote
             are read once before they count as kept.
         """
-        if self._writer.busy:
-            self._event("waited", step, reason="the save before is still being written")
-        self.wait()
-        step = self._next_step(step)
-        metrics = checked_metrics(metrics)
-        bad_loss = nonfinite_loss(loss)
-        gradients = self._captured_gradients()
-        snapshot = capture(self._components, gradients=gradients)
-        verdict = self._baseline.judge(snapshot.parts, self._guard)
-        verdict.bad.extend(self._gradients.judge(gradients, self._guard))
-        if bad_loss is not None or verdict.bad:
-            raise self._refusal(step, loss, bad_loss, verdict)
-        payload = encode(snapshot.payload, root="payload")
-        checkpoint = Checkpoint(
-            step=step,
-            path=self._files.path_of(step),
-            loss=as_floats(loss),
-            metrics=metrics,
-            created_at=dt.datetime.now(dt.UTC),
-            size_bytes=0,
-            run_id=self._run_id or secrets.token_hex(8),  # the system's entropy: no random stream is touched
-        )
-        header = checkpoint.header(guard=verdict.record(self._guard))
-        self._enter_directory()
-        if self._staging is None:
-            return self._write(checkpoint, prepare(to_cpu(payload), header=header))
-        self._copied = None
-        self._copied = (step, self._staging.copy(payload))
-        prepared = prepare(self._copied[1], header=header)
-        self._due.saved(step)  # so that the next steps do not ask for it again while it is written
-        self._writer.start(lambda: self._write(checkpoint, prepared), f"the save of step {step}")
-        self._step = step
-        self._begun = True
-        return dataclasses.replace(checkpoint, size_bytes=prepared.size_bytes)
-
-    def _write(self, checkpoint: Checkpoint, prepared: PreparedFile) -> Checkpoint:
-        """Commit, and only then forget what is no longer needed."""
-        checkpoint = dataclasses.replace(checkpoint, size_bytes=prepared.size_bytes)
-        try:
-            with self._replay.committing(checkpoint.step):
-                self._files.commit_step(checkpoint.step, prepared.write, size_bytes=prepared.size_bytes)
-            self._committed(checkpoint)
-        except StepExistsError:
-            raise
-        except BaseException:
-            if os.path.lexists(checkpoint.path):  # interrupted after the rename, or not known to be durable: saved
-                self._committed(checkpoint)
-                self._note_saved(checkpoint)
-            raise
-        self._note_saved(checkpoint)
-        self._pruning.prune(checkpoint.step)
-        return checkpoint
+        return self._saver.save(step, loss=loss, metrics=metrics)
 
     def end_step(self, step: int, *, loss: Any = None, metrics: Mapping[str, Any] | None = None) -> Checkpoint | None:
         """Tell the manager that a step is done: the loss is guarded and recorded, and a checkpoint saved when due.
@@ -346,126 +252,7 @@ class CheckpointManager:
         Warns:
             ReplayMismatchWarning: The loss differs from the recorded one: the resumed run is another run.
         """
-        step = checked_step(step)
-        checked_metrics(metrics)
-        self._refuse_closed()
-        if step <= self._step and self._begun:
-            raise ValueError(f"step {step} is not higher than step {self._step}, the last one ended, saved or restored")
-        loss = as_numbers(loss)  # read from the device once
-        self._refuse_loss(step, loss)
-        self._replay.ended(step, loss)
-        if self._due.at(step) or self.stop_requested:
-            return self.save(step, loss=loss, metrics=metrics)
-        self._step = step
-        self._begun = True
-        self._failed = None  # the caller went on without a rollback
-        return None
-
-    def _refuse_closed(self) -> None:
-        if self._closed:
-            raise ValueError("this manager is closed; build a new one and restore() to go on")
-
-    def _next_step(self, step: int) -> int:
-        step = checked_step(step)
-        self._refuse_closed()
-        if step == self._saved:
-            raise StepExistsError(step=step, path=self._files.path_of(step))
-        if step < self._step or (self._saved is not None and step < self._saved):
-            raise ValueError(f"step {step} is lower than step {self._step}; steps count completed optimizer steps")
-        return step
-
-    def _refuse_loss(self, step: int, loss: Any) -> None:
-        if type(loss) is float and math.isfinite(loss):
-            return  # most of the time a step of training takes of ours
-        bad_loss = nonfinite_loss(loss)
-        if bad_loss is not None:
-            raise self._refusal(step, loss, bad_loss, Verdict([], []))
-
-    def _captured_gradients(self) -> Mapping[str, torch.Tensor]:
-        if self._grads is None:
-            return self._gradients.pending()
-        return self._gradients.all() if self._grads else {}
-
-    def _refusal(self, step: int, loss: Any, bad_loss: str | None, verdict: Verdict) -> NonFiniteError:
-        """Note a refusal and return the error to raise."""
-        names = [tensor.name for tensor in verdict.bad]
-        found = ([] if bad_loss is None else [f"loss = {bad_loss}"]) + [str(tensor) for tensor in verdict.bad[:1]]
-        self._failed = (step, "; ".join(found))
-        self._event("refused", step, loss=bad_loss, tensors=names[:20], tensors_total=len(names))
-        good, next_step = self._way_out()
-        return NonFiniteError(
-            step=step,
-            loss=None if bad_loss is None else as_numbers(loss),
-            loss_text=bad_loss,
-            tensors=verdict.bad,
-            good=good,
-            next_step=next_step,
-            path=self._files.path,
-        )
-
-    def _way_out(self) -> tuple[str, str]:
-        """Return what is still safe after a refusal, and what to call."""
-        if self._saved is None:
-            return (
-                "nothing was written; this run has no checkpoint yet.",
-                "stop, and start again from a lower learning rate or cleaner data.",
-            )
-        if any(hasattr(component.obj, "leave_out") for component in self._components.values()):
-            call = f"manager.rollback(skip_batches=1) goes back to step {self._saved} without the last batch."
-        else:
-            call = (
-                f"manager.rollback(changed=True) goes back to step {self._saved}; change what led here (the batch, the "
-                "learning rate) before you go on, since an exact replay fails again."
-            )
-        return f"nothing was written or rotated; step {self._saved} is in {self._files.path_of(self._saved)}.", call
-
-    def _enter_directory(self) -> None:
-        """Take the directory for writing: create it, hold its lock, find only this run's files in it."""
-        if not self._lock.held:
-            self._refuse_strangers()  # before the lock, so that a wrong directory is left without a trace
-            self._files.create()
-            self._lock.acquire()
-            try:
-                self._refuse_strangers()  # another writer may have had it meanwhile
-                self._files.sweep()
-            except BaseException:
-                self._lock.release()
-                raise
-        try:
-            self._lock.check()
-        except DirectoryLockedError:
-            self._lock.release()  # it protects nothing any more; the next save takes the lock that others see
-            raise
-        self._refuse_strangers()
-        if self._left:
-            paths = self._files.set_aside(self._left)
-            self._event("set_aside", self._saved, files=[path.name for path in paths])
-            self._known -= self._left
-            self._left = set()
-
-    def _strangers(self) -> list[int]:
-        return [step for step in self._files.steps() if step not in self._known]
-
-    def _refuse_strangers(self) -> None:
-        strangers = self._strangers()
-        if strangers:
-            raise DirectoryInUseError(directory=self._files.path, steps=strangers)
-
-    def _committed(self, checkpoint: Checkpoint) -> None:
-        """Note a new checkpoint; memory is updated after the disk. Interrupted, it can be called again."""
-        self._run_id = checkpoint.run_id
-        self._saved = checkpoint.step
-        self._step = max(self._step, checkpoint.step)  # written in the background, training may be further
-        self._begun = True
-        self._known.add(checkpoint.step)
-        self._catalog.wrote(checkpoint.step)
-        if self._failed is not None and self._failed[0] <= checkpoint.step:
-            self._failed = None
-        self._rollbacks.clear()
-        self._due.saved(checkpoint.step)
-
-    def _note_saved(self, checkpoint: Checkpoint) -> None:
-        self._event("saved", checkpoint.step, loss=checkpoint.loss, size_bytes=checkpoint.size_bytes)
+        return self._saver.end_step(step, loss=loss, metrics=metrics, stop_requested=lambda: self.stop_requested)
 
     # -- restoring ---------------------------------------------------------------------------------------------------
 
@@ -506,113 +293,28 @@ class CheckpointManager:
         Cost:
             The file is read once to verify it and mapped to copy from it; no second copy of the state is kept.
         """
-        self._refuse_closed()
+        run = self._run
+        run.refuse_closed()
         only, keep_live = checked_names(only, "only"), checked_names(keep_live, "keep_live")
         if step is not None:
             step = checked_step(step)
         self.wait()
-        if step is not None and step not in self._files.steps():
-            raise CheckpointNotFoundError(directory=self._files.path, step=step, available_steps=self._files.steps())
+        if step is not None and step not in run.files.steps():
+            raise CheckpointNotFoundError(directory=run.files.path, step=step, available_steps=run.files.steps())
         rejected: dict[Path, str] = {}
-        found = self._restored(step, only, keep_live, rejected)
+        found = self._restorer.restored(step, only, keep_live, rejected)
         if found is None:
             return None
         checkpoint, ready = found
         whole = only is None or set(self._components) <= set(only)
         if whole:
-            self._adopt(checkpoint)
-            same = not keep_live and (step is None or not self._left) and (only is None or "rng" in only)
+            run.adopt(checkpoint)
+            same = not keep_live and (step is None or not run.left) and (only is None or "rng" in only)
             self._replay.restored(checkpoint.step, same=same, changed=ready.environment)
         else:
-            self._replay.left(self._saved)
-        self._report(checkpoint, ready, rejected, "restored", only=None if only is None else list(only))
+            self._replay.left(run.saved)
+        self._restorer.report(checkpoint, ready, rejected, "restored", only=None if only is None else list(only))
         return checkpoint
-
-    def _report(
-        self, checkpoint: Checkpoint, ready: Plan, rejected: Mapping[Path, str], kind: str, **data: Any
-    ) -> None:
-        """Tell history and caller what a restore passed over and replaced."""
-        for path, reason in rejected.items():
-            self._event("passed_over", None, file=path.name, reason=reason)
-        self._event(kind, checkpoint.step, replaced=ready.replaced, **data)
-        if ready.replaced:
-            text = "\n  ".join(ready.replaced)
-            warnings.warn(
-                f"The checkpoint's hyper-parameters replaced those of the script (live -> saved):\n  {text}\n"
-                + (
-                    "Set them again before you go on, if that is what you changed."
-                    if kind == "rolled_back"
-                    else "Keep the live ones with restore(keep_live=('component.name', ...))."
-                ),
-                HyperparameterReplacedWarning,
-                stacklevel=3,
-            )
-        if ready.environment:
-            text = "\n  ".join(ready.environment)
-            warnings.warn(
-                f"The environment differs from the one that saved {checkpoint.path.name} (saved -> now), so the next "
-                f"losses may differ in their last bits:\n  {text}",
-                EnvironmentChangedWarning,
-                stacklevel=3,
-            )
-
-    def _restored(
-        self,
-        step: int | None,
-        only: Collection[str] | None,
-        keep_live: Collection[str],
-        rejected: dict[Path, str],
-    ) -> tuple[Checkpoint, Plan] | None:
-        """Restore a step, or the newest good one; what was passed over on the way is added to `rejected`."""
-        candidates = self._catalog.good(rejected) if step is None else self._catalog.one(step)
-        for file, checkpoint in candidates:
-            try:
-                ready = self._plan(file, only, keep_live)
-            except LoadError as error:
-                if step is not None:
-                    raise
-                reason = reason_of(error)
-            else:
-                ready.apply()
-                return checkpoint, ready
-            rejected[checkpoint.path] = reason
-            skipped(checkpoint.path, reason)
-        if rejected:
-            raise NoGoodCheckpointError(
-                directory=self._files.path, rejected=[(str(path), reason) for path, reason in rejected.items()]
-            )
-        return None
-
-    def _plan(self, file: CheckpointFile, only: Collection[str] | None, keep_live: Collection[str]) -> Plan:
-        """Check everything about a restore.
-
-        Raises:
-            LoadError: What is in the file is not what a manager saves, or not finite.
-            RestoreError: It does not fit the live objects.
-        """
-        payload = file.load(map_location="cpu", mmap=True)
-        if not isinstance(payload, dict) or not isinstance(payload.get(RESERVED_KEY), dict):
-            raise DamagedCheckpointError(path=file.path, reason="it holds no state of a run")
-        try:
-            guard = guard_from_record((file.header() or {})["guard"])
-        except (KeyError, TypeError) as error:
-            raise DamagedCheckpointError(path=file.path, reason="its header does not say what was guarded") from error
-        ready = plan(self._components, payload, only=only, keep_live=keep_live, path=file.path)
-        # The guard that it passed when it was saved judges it again.
-        bad = Baseline({}).judge(ready.parts, guard).bad
-        if bad:
-            raise DamagedCheckpointError(path=file.path, reason=f"it is not finite ({bad[0]})")
-        return ready
-
-    def _adopt(self, checkpoint: Checkpoint) -> None:
-        """Go on from a checkpoint: the directory's files are this run's, those above the checkpoint will make way."""
-        self._run_id = checkpoint.run_id
-        self._step = self._saved = checkpoint.step
-        self._begun = True
-        self._known = set(self._files.steps())
-        self._left = {step for step in self._known if step > checkpoint.step}
-        self._failed = None
-        self._due.saved(checkpoint.step)
 
     # -- rolling back ------------------------------------------------------------------------------------------------
 
@@ -646,73 +348,33 @@ class CheckpointManager:
             HyperparameterReplacedWarning: What was changed by hand before this call, such as a learning rate, is the
                 file's again.
         """
-        self._refuse_closed()
+        run = self._run
+        run.refuse_closed()
         self.wait()
-        left_out = self._batches_to_leave_out(skip_batches)
-        failing, why = self._failed or (self._step + 1, "no save or step was refused")
+        left_out = self._rollbacks.batches_to_leave_out(skip_batches)
+        failing, why = run.failed or (run.step + 1, "no save or step was refused")
         changes = changed or skip_batches > 0
-        self._refuse_loop(failing, changes=changes)
-        if self._saved is None:
-            raise CheckpointNotFoundError(directory=self._files.path)
-        self._enter_directory()
+        self._rollbacks.refuse_loop(failing, changes=changes)
+        if run.saved is None:
+            raise CheckpointNotFoundError(directory=run.files.path)
+        run.enter_directory()
         rejected: dict[Path, str] = {}
         source = "memory"
-        found = self._restored_from_memory()
+        found = self._restorer.restored_from_memory(self._saver.copied)
         if found is None:
             source = "disk"
-            found = self._restored(None, None, (), rejected)
+            found = self._restorer.restored(None, None, (), rejected)
         if found is None:
-            raise CheckpointNotFoundError(directory=self._files.path)
+            raise CheckpointNotFoundError(directory=run.files.path)
         checkpoint, ready = found
         for component, positions in left_out.items():
             self._components[component].obj.leave_out(positions)
-        self._adopt(checkpoint)
+        run.adopt(checkpoint)
         self._replay.restored(checkpoint.step, same=not changes)
-        self._rollbacks.append((failing, changes))
-        if self._left:
-            self._enter_directory()
+        run.rollbacks.append((failing, changes))
+        if run.left:
+            run.enter_directory()
         data = {"failed_step": failing, "why": why, "left_out": left_out, "changed": changed, "source": source}
-        self._report(checkpoint, ready, rejected, "rolled_back", **data)
+        self._restorer.report(checkpoint, ready, rejected, "rolled_back", **data)
         _log.info("rolled back from step %d to step %d", failing, checkpoint.step)
         return checkpoint
-
-    def _restored_from_memory(self) -> tuple[Checkpoint, Plan] | None:
-        """Restore the copy that an asynchronous save left, when it is of the newest checkpoint and that is on disk."""
-        if self._copied is None or self._copied[0] != self._saved or not self._catalog.is_good(self._saved):
-            return None
-        checkpoint = self._catalog.peek(self._saved)
-        ready = plan(self._components, self._copied[1], path=checkpoint.path)
-        ready.apply()
-        return checkpoint, ready
-
-    def _refuse_loop(self, failing: int, *, changes: bool) -> None:
-        attempts = len(self._rollbacks)
-        if attempts >= self._max_rollbacks:
-            reason = f"max_rollbacks={self._max_rollbacks} without a new checkpoint in between"
-        elif not changes and (failing, False) in self._rollbacks:
-            reason = "the last rollback changed nothing, and neither would this one"
-        else:
-            return
-        raise RollbackLoopError(step=failing, attempts=attempts, reason=reason, path=self._files.path)
-
-    def _batches_to_leave_out(self, count: int) -> dict[str, Any]:
-        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise ValueError(f"skip_batches must be an int, 0 or more; got {count!r}")
-        able = {name: c.obj for name, c in self._components.items() if hasattr(c.obj, "leave_out")}
-        if count and not able:
-            raise ValueError(
-                "skip_batches needs a loader that can leave out batches among the components: wrap the DataLoader in "
-                "safeckpt.ResumableLoader and register it"
-            )
-        # What was left out before stays out: the checkpoint may be older than that decision.
-        left_out = {
-            name: sorted({*getattr(loader, "left_out", ()), *(loader.last_batches(count) if count else ())})
-            for name, loader in able.items()
-        }
-        return {name: positions for name, positions in left_out.items() if positions}
-
-    def _event(self, kind: str, step: int | None, **data: Any) -> None:
-        """Append to the history of this run; a directory that is not there yet, or not writable, has none."""
-        mine = self._saved is not None or not self._strangers()
-        if mine and os.access(self._files.path, os.W_OK):
-            self._events.append(kind, step=step, **data)

@@ -233,7 +233,7 @@ class Replay:
         with self._mutex:
             self._flush()
             self._broken = not self._log.back_to(mismatch.step - 1)  # from here on the record is that of this run
-        warnings.warn(text, ReplayMismatchWarning, stacklevel=5)
+        warnings.warn(text, ReplayMismatchWarning, stacklevel=6)
 
     def _say(self) -> None:
         """Report the end of a comparison that found nothing."""

@@ -77,7 +77,7 @@ def test_recorded_losses_are_exact(memory_path: Path) -> None:
         manager.save(0)
         for step, value in enumerate(values, 1):
             manager.end_step(step, loss=value)
-    recorded = manager_of(run, memory_path)._files.losses.read(0)
+    recorded = manager_of(run, memory_path)._run.files.losses.read(0)
     assert [recorded[step] for step in range(1, 9)] == [
         (1e-320).hex(), "-0x0.0p+0", (1 / 3).hex(), (1.7976931348623157e308).hex(), (5.0).hex(),
         float(np.float32(0.1)).hex(), float(torch.tensor(0.1)).hex(), f"{(0.1).hex()},{(2.0).hex()}",
@@ -192,7 +192,7 @@ def test_ignored_difference_is_recorded_over(memory_path: Path) -> None:
         others = train(run, manager, 37)
         assert manager.replay is not None
         assert manager.replay.compared == 0
-    assert manager._files.losses.read(30) == {31 + index: loss.hex() for index, loss in enumerate(others)}
+    assert manager._run.files.losses.read(30) == {31 + index: loss.hex() for index, loss in enumerate(others)}
 
 
 def test_unknown_policy_is_refused(memory_path: Path) -> None:

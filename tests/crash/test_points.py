@@ -161,7 +161,7 @@ def _interrupt_lines(path: Path, part: str, stride: int) -> tuple[int, list[str]
 @pytest.mark.parametrize(
     ("part", "stride"),
     [
-        ("manager.py", 1),
+        ("run", 1),
         ("store", 11),
         ("state", 997),
         pytest.param("", 1, marks=[pytest.mark.campaign, pytest.mark.timeout(7200)]),
