@@ -11,7 +11,7 @@ import stat
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,8 @@ class Checkpoint:
         loss: The loss given to `save`: a float, or a dict or list of floats; None when none was given.
         metrics: The metrics given to `save`, as floats.
         created_at: When it was saved, UTC.
-        size_bytes: Size of the file.
+        size_bytes: Size of the file; 0 in what an asynchronous `save` returns, before the file is laid out. It does
+            not count when two are compared.
         run_id: Random name of the run; the same for all checkpoints that were resumed from each other.
     """
 
@@ -47,7 +48,7 @@ class Checkpoint:
     loss: Any
     metrics: Mapping[str, float]
     created_at: dt.datetime
-    size_bytes: int
+    size_bytes: int = field(compare=False)
     run_id: str
 
     def header(self, **more: Any) -> dict[str, Any]:

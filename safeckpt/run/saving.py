@@ -61,6 +61,7 @@ class Saver:
         self._pruning = pruning
         self._replay = replay
         self._staging = Staging() if asynchronous else None
+        self._warmed = False
         self.writer = BackgroundWriter()
         self.copied: tuple[int, dict[str, Any]] | None = None
         self._baseline = Baseline(components)
@@ -95,13 +96,13 @@ class Saver:
         if self._staging is None:
             return self._write(checkpoint, prepare(to_cpu(payload), header=header))
         self.copied = None
-        self.copied = (step, self._staging.copy(payload))
-        prepared = prepare(self.copied[1], header=header)
+        copied = self._staging.copy(payload)
+        self.copied = (step, copied)
         self._run.due.saved(step)  # so that the next steps do not ask for it again while it is written
-        self.writer.start(lambda: self._write(checkpoint, prepared), f"the save of step {step}")
+        self.writer.start(lambda: self._write(checkpoint, prepare(copied, header=header)), f"the save of step {step}")
         self._run.step = step
         self._run.begun = True
-        return dataclasses.replace(checkpoint, size_bytes=prepared.size_bytes)
+        return checkpoint
 
     def _write(self, checkpoint: Checkpoint, prepared: PreparedFile) -> Checkpoint:
         """Commit, and only then forget what is no longer needed."""
@@ -140,7 +141,15 @@ class Saver:
         self._run.step = step
         self._run.begun = True
         self._run.failed = None  # the caller went on without a rollback
+        if self._staging is not None and not self._warmed:
+            self._warm(self._staging)
         return None
+
+    def _warm(self, staging: Staging) -> None:
+        """Have memory for the copy made ready while training goes on: after a step, the optimizer's state is there."""
+        self._warmed = True
+        large = {name: one for name, one in self._components.items() if one.kind in ("module", "optimizer")}
+        staging.warm(capture(large).payload)
 
     def _refuse_loss(self, step: int, loss: Any) -> None:
         if type(loss) is float and math.isfinite(loss):

@@ -1,27 +1,58 @@
 """Copies of a state that outlive the call, in memory that is allocated once and used again.
 
 Touching fresh memory costs several times the copy itself. So the buffers of the last copy are kept and filled again
-as long as the state keeps its shape.
+as long as the state keeps its shape, and the first ones can be made ready in the background.
 """
 
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import torch
 
 from safeckpt.state.transfer import Transfer, fresh
-from safeckpt.state.tree import Cluster, cloned, clusters_of, map_tensors, named_tensors, place
+from safeckpt.state.tree import Cluster, cloned, clusters_of, map_tensors, named_tensors
 
 __all__ = ["Staging"]
+
+_TOUCHED_BYTES = 4 << 20  # at a time, so that the thread that touches gives the others their turn
+
+# What a buffer is good for: its length in elements, their type, and whether a device copies into it.
+_Kind = tuple[int, torch.dtype, bool]
+# Where a tensor is in its cluster: offset, size and stride.
+_Position = tuple[int, torch.Size, tuple[int, ...]]
 
 
 class Staging:
     """Host memory for one copy of a state."""
 
     def __init__(self) -> None:
-        self._buffers: list[torch.Tensor] = []
+        self._layout: list[tuple[_Kind, list[_Position]]] = []
+        self._places: list[tuple[torch.Tensor, list[torch.Tensor]]] = []  # by cluster: the buffer, and views of it
+        self._spare: dict[_Kind, list[torch.Tensor]] = {}
+        self._warming: threading.Thread | None = None
+
+    def warm(self, tree: Any) -> None:
+        """Make memory for the tensors of `tree` ready in a thread, so that the first copy does not wait for it."""
+        if self._places or self._warming is not None:
+            return
+        kinds = [_kind_of(cluster) for cluster in clusters_of(tensor for _, tensor in named_tensors(tree))]
+
+        def work() -> None:
+            for kind in kinds:
+                buffer = _new(kind)
+                memory = buffer.view(torch.uint8).numpy()
+                for start in range(0, len(memory), _TOUCHED_BYTES):
+                    memory[start : start + _TOUCHED_BYTES] = 0
+                self._spare.setdefault(kind, []).append(buffer)
+
+        self._warming = threading.Thread(target=work, name="safeckpt-warm", daemon=True)
+        try:
+            self._warming.start()
+        except RuntimeError:  # no thread left: the first copy makes its own memory
+            self._warming = None
 
     def copy(self, tree: Any) -> Any:
         """Return a copy of `tree` in host memory that shares nothing with it; the copy before is overwritten.
@@ -31,32 +62,66 @@ class Staging:
 
         Cost:
             One read and one write of the state. The first copy, and the first after the state has changed its shape,
-            also allocates the memory.
+            also allocates the memory that `warm` has not made ready.
         """
         clusters = clusters_of(tensor for _, tensor in named_tensors(tree))
         self._fit(clusters)
-        Transfer().copy((buffer, cluster.memory()) for buffer, cluster in zip(self._buffers, clusters, strict=True))
-        buffers = iter(self._buffers)
-        moved = place(clusters, lambda _: next(buffers))
+        staged: dict[int, torch.Tensor] = {}
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for cluster, (buffer, views) in zip(clusters, self._places, strict=True):
+            members = cluster.members
+            if len(members) == 1 and members[0].is_contiguous():
+                pairs.append((views[0], members[0]))
+            else:
+                pairs.append((buffer, cluster.memory()))
+            staged.update(zip(map(id, members), views, strict=True))
+        Transfer().copy(pairs)
         for device in {cluster.device for cluster in clusters if cluster.device.type != "cpu"}:
-            torch.accelerator.synchronize(device)
+            torch.accelerator.current_stream(device).synchronize()
 
         def placed(tensor: torch.Tensor) -> torch.Tensor:
             # Sparse, quantised and the like have no place in a buffer: they are rare, and small.
-            if id(tensor) in moved:
-                return moved[id(tensor)]()
+            found = staged.get(id(tensor))
+            if found is not None:
+                return found
             return cloned(tensor) if tensor.device.type == "cpu" else tensor.detach().cpu()
 
         return map_tensors(tree, placed, copy.deepcopy)
 
     def _fit(self, clusters: list[Cluster]) -> None:
-        """Make the buffers as many, and each of the size and dtype, as the clusters need."""
-        wanted = [(cluster.numel, cluster.dtype) for cluster in clusters]
-        if [(buffer.numel(), buffer.dtype) for buffer in self._buffers] != wanted:
-            self._buffers = []  # freed before the new ones are made: two copies may not fit
-            self._buffers = [
-                torch.empty(cluster.numel, dtype=cluster.dtype, device="cpu", pin_memory=True)
-                if cluster.device.type == "cuda"
-                else fresh((cluster.numel,), (1,), cluster.dtype)
-                for cluster in clusters
-            ]
+        """Have a buffer for each cluster, and a view of it for each of its tensors."""
+        if self._warming is not None:
+            self._warming.join()
+            self._warming = None
+        layout = [
+            (
+                _kind_of(cluster),
+                [(int(one.storage_offset()) - cluster.start, one.size(), one.stride()) for one in cluster.members],
+            )
+            for cluster in clusters
+        ]
+        if layout == self._layout:
+            return
+        spare = self._spare
+        for (kind, _), (buffer, _) in zip(self._layout, self._places, strict=True):
+            spare.setdefault(kind, []).append(buffer)
+        self._layout, self._places, self._spare = [], [], {}  # should this be interrupted, it starts from nothing
+        taken = [spare[kind].pop() if spare.get(kind) else None for kind, _ in layout]
+        spare.clear()  # what does not fit is freed before more is made: two copies may not fit
+        places = []
+        for (kind, positions), reused in zip(layout, taken, strict=True):
+            buffer = _new(kind) if reused is None else reused
+            places.append((buffer, [buffer.as_strided(size, stride, offset) for offset, size, stride in positions]))
+        self._places = places
+        self._layout = layout
+
+
+def _kind_of(cluster: Cluster) -> _Kind:
+    return cluster.numel, cluster.dtype, cluster.device.type == "cuda"
+
+
+def _new(kind: _Kind) -> torch.Tensor:
+    numel, dtype, pinned = kind
+    if pinned:
+        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
+    return fresh((numel,), (1,), dtype)

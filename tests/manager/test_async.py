@@ -44,6 +44,7 @@ def test_pending_save_is_in_no_listing_until_it_is_committed(tmp_path: Path) -> 
         go.set()
         manager.wait()
         assert manager.checkpoints() == (pending,)
+        assert manager.checkpoints()[0].size_bytes == pending.path.stat().st_size
         assert manager.latest() == pending
 
 
