@@ -17,6 +17,7 @@ from torch._weights_only_unpickler import _get_user_allowed_globals
 from safeckpt.errors import DamagedCheckpointError, UntrustedTypeError
 from safeckpt.file.archive import PACKS_RECORD
 from safeckpt.file.collecting import no_collection
+from safeckpt.file.directory import check_local_headers
 from safeckpt.file.placing import Placement, Records, own_storages
 from safeckpt.file.scan import PickleError, UntrustedGlobalError, scan_pickle
 from safeckpt.file.unpickle import is_simple, unpickle
@@ -38,15 +39,26 @@ _FAILURES: Final = (
 _NO_MEMORY: Final = ("allocate memory", "not enough memory", "out of memory")
 
 
-def load_records(source: Source, directory: Directory, map_location: Any, *, mmap: bool) -> Any:
-    """Load everything; see :meth:`safeckpt.file.read.CheckpointFile.load`."""
+def load_records(source: Source, directory: Directory, map_location: Any, *, mmap: bool, own: bool) -> Any:
+    """Load everything; see :meth:`safeckpt.file.read.CheckpointFile.load`.
+
+    Args:
+        source: The file.
+        directory: Its records.
+        map_location: As in ``torch.load``.
+        mmap: Map the file instead of reading it.
+        own: Whether safeckpt wrote it.
+    """
     if torch.serialization._serialization_tls.skip_data:
         raise RuntimeError("inside torch.serialization.skip_data() a load would return memory that was never filled")
     with no_collection():
         data, scan = scan_records(source, directory)
         _check_devices(source, scan, map_location)
         placement = Placement(scan, _packed_keys(source, directory), map_location)
+        _check_packed(source, scan, placement.shared_keys)
         by_c = placement.shared_keys and _fits_the_fast_reader(source, directory, scan, placement)
+        if own and not by_c:
+            check_local_headers(source, directory)
         readable = _readable(source, mmap=mmap)
         with _modes(scan, mmap=mmap):
             try:
@@ -152,11 +164,23 @@ def _packed_keys(source: Source, directory: Directory) -> frozenset[str]:
         return frozenset()
     try:
         keys = json.loads(source.read(entry.data_offset, entry.size))
-    except ValueError:
+    except (ValueError, RecursionError):
         keys = None
     if type(keys) is not list or not all(type(key) is int for key in keys):
         raise _damaged(source, "the list of records with many tensors is not whole", PACKS_RECORD)
     return frozenset(map(str, keys))
+
+
+def _check_packed(source: Source, scan: Scan, shared_keys: frozenset[str]) -> None:
+    """Check that tensors which are copied out of shared records need no more memory than those records.
+
+    Raises:
+        DamagedCheckpointError: Some of them overlap or repeat their elements, which no writer does.
+    """
+    for key in shared_keys & scan.claims.keys():
+        claim = scan.claims[key]
+        if claim.taken_bytes > claim.nbytes:
+            raise _damaged(source, f"tensors need {claim.taken_bytes} bytes of {claim.nbytes}", f"data/{key}")
 
 
 def _check_devices(source: Source, scan: Scan, map_location: Any) -> None:

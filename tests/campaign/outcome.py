@@ -9,7 +9,9 @@ from typing import Any, Literal
 
 CLASSES: tuple[str, ...] = ()  # modules beside this one, in the order of the report
 
-Scale = Literal["fast", "full"]  # fast: part of the test run, a minute at most; full: as many as the README's table says
+Scale = Literal[
+    "fast", "full"
+]  # fast: part of the test run, a minute at most; full: as many as the README's table says
 
 
 @dataclass
