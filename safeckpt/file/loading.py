@@ -57,14 +57,16 @@ def load_records(source: Source, directory: Directory, map_location: Any, *, mma
         placement = Placement(scan, _packed_keys(source, directory), map_location)
         _check_packed(source, scan, placement.shared_keys)
         by_c = placement.shared_keys and _fits_the_fast_reader(source, directory, scan, placement)
-        if own and not by_c:
+        if own:
             check_local_headers(source, directory)
         readable = _readable(source, mmap=mmap)
         with _modes(scan, mmap=mmap):
             try:
                 if by_c:
                     records = Records(source, directory, scan, placement, readable if mmap else None)
-                    return unpickle(data, scan, placement.shared_keys, records.storage)
+                    loaded, exact = unpickle(data, scan, placement.shared_keys, records.storage)
+                    if exact:
+                        return loaded
                 loaded = torch.load(readable, placement.map_location, weights_only=True, mmap=mmap)
             except _FAILURES as error:
                 if placement.failed or _is_innocent(error, scan):
