@@ -59,14 +59,15 @@ def load_records(source: Source, directory: Directory, map_location: Any, *, mma
         by_c = placement.shared_keys and _fits_the_fast_reader(source, directory, scan, placement)
         if own:
             check_local_headers(source, directory)
-        readable = _readable(source, mmap=mmap)
+        mapped_path = _readable(source, mmap=mmap) if mmap else None
         with _modes(scan, mmap=mmap):
             try:
                 if by_c:
-                    records = Records(source, directory, scan, placement, readable if mmap else None)
+                    records = Records(source, directory, scan, placement, mapped_path)
                     loaded, exact = unpickle(data, scan, placement.shared_keys, records.storage)
                     if exact:
                         return loaded
+                readable = mapped_path or _readable(source, mmap=mmap)
                 loaded = torch.load(readable, placement.map_location, weights_only=True, mmap=mmap)
             except _FAILURES as error:
                 if placement.failed or _is_innocent(error, scan):
