@@ -158,11 +158,13 @@ class Machine(stateful.RuleBasedStateMachine):
         step = self.manager.step + 1
         self.run.step = step
         before = set(self.good)
+        path = self.folder / names.step_name(step)
+        old = path.read_bytes() if path.exists() else None  # damaged, and in the way
         try:
             with faults.intercept(Abandon(after)):
                 self.manager.save(step, loss=loss)
         except _Gone:
-            done = names.step_name(step) in {path.name for path in self.folder.iterdir()}
+            done = path.exists() and path.read_bytes() != old
         except safeckpt.DirectoryInUseError:
             self.resume()
             return

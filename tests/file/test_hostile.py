@@ -284,8 +284,8 @@ def test_records_that_overlap_are_refused():
         load(data[:at] + struct.pack("<I", first) + data[at + 4 :])
 
 
-def test_record_whose_header_points_elsewhere_is_refused(tmp_path):
-    """The pickle that torch finds by a header is the one that was scanned, also under a digest that is right."""
+def with_header_elsewhere():
+    """Return a file in which the header of the pickle leads to other bytes, under a digest that is right."""
     honest = pickled(op.tensor().replace(op.text("0"), op.text("1")))
     other = pickled(b"N" + b"\x85" * (len(honest) - 4))
     data = bytearray(own_file(honest, (other.ljust(16 + len(other), b"\0"), bytes(16))))
@@ -294,10 +294,14 @@ def test_record_whose_header_points_elsewhere_is_refused(tmp_path):
     at = pickle_entry.header_offset + 28
     moved = struct.unpack_from("<H", data, at)[0] + hidden.data_offset - pickle_entry.data_offset
     struct.pack_into("<H", data, at, moved)
-    changed = sealed(data)
+    return sealed(data)
+
+
+def test_record_whose_header_points_elsewhere_is_refused(tmp_path):
+    """The pickle that torch finds by a header is the one that was scanned, also under a digest that is right."""
     for mmap in (False, True):
         with pytest.raises(DamagedCheckpointError, match=r"header of data\.pkl"):
-            load(changed, mmap=mmap, tmp_path=tmp_path)
+            load(with_header_elsewhere(), mmap=mmap, tmp_path=tmp_path)
 
 
 PACKED = {
