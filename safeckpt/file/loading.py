@@ -91,6 +91,9 @@ def _modes(scan: Scan, *, mmap: bool) -> Iterator[None]:
         # Torch checks the indices of sparse tensors only when asked to; bad ones read outside their memory.
         if any("sparse" in name for name in scan.globals):
             modes.enter_context(torch.sparse.check_sparse_tensor_invariants(enable=True))
+            modes.enter_context(warnings.catch_warnings())
+            # Since 2.14 torch checks them as well, and says so each time.
+            warnings.filterwarnings("ignore", "Validating sparse tensor invariants", UserWarning)
         if scan.protocol != 2 or any("qtensor" in name for name in scan.globals):
             modes.enter_context(warnings.catch_warnings())
             # Torch may not know every opcode of another protocol; the scan has shown that it does.
