@@ -36,6 +36,9 @@ _FAILURES: Final = (
     RuntimeError, OSError, EOFError, LookupError, ValueError, TypeError, AttributeError, AssertionError,
     ArithmeticError, pickle.UnpicklingError,
 )  # fmt: skip
+_USUAL: Final = {  # what torch looks at besides the pickle; with anything else in there it is torch that decides
+    "byteorder": sys.byteorder.encode("ascii"), "version": b"3\n", ".format_version": b"1", ".storage_alignment": b"64"
+}  # fmt: skip
 _NO_MEMORY: Final = ("allocate memory", "not enough memory", "out of memory")
 
 
@@ -78,10 +81,14 @@ def load_records(source: Source, directory: Directory, map_location: Any, *, mma
 
 
 def _fits_the_fast_reader(source: Source, directory: Directory, scan: Scan, placement: Placement) -> bool:
-    order = directory.find("byteorder")
-    native = order is not None and source.read(order.data_offset, order.size) == sys.byteorder.encode("ascii")
+    usual = all(
+        (entry := directory.find(name)) is not None and source.read(entry.data_offset, entry.size) == content
+        for name, content in _USUAL.items()
+    )
+    log = directory.find(".data/serialization_id")  # torch decodes it
+    usual = usual and log is not None and source.read(log.data_offset, log.size).isascii()
     faked = placement.meta or torch._guards.detect_fake_mode(None) is not None
-    return native and not faked and not scan.builds and is_simple(scan.globals)
+    return usual and not faked and not scan.builds and is_simple(scan.globals)
 
 
 @contextmanager

@@ -251,9 +251,9 @@ def run(scale: Scale, seed: int) -> Outcome:
         except AssertionError as error:
             outcome.undetected.append(f"corpus/{path.name}: {error}")
     outcome.figures["corpus"] = outcome.tried
-    by_hypothesis(30_000 if scale == "full" else 1500, seed, outcome)
+    by_hypothesis(10_000 if scale == "full" else 1500, seed, outcome)
     if scale == "full":
-        by_atheris(150_000, seed, outcome)
+        by_atheris(50_000, seed, outcome)
     return outcome
 
 
