@@ -12,17 +12,29 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["MOST_DEPTH", "Claim", "PickleError", "Value", "depth_of", "result_of", "storage_dtype"]
+__all__ = [
+    "MOST_DEPTH",
+    "MOST_REPEATED",
+    "PARTS",
+    "STRIDED",
+    "Claim",
+    "PickleError",
+    "Value",
+    "depth_of",
+    "result_of",
+    "storage_dtype",
+]
 
 MOST_DEPTH: Final = 1000  # of nesting; Python hashes and frees nested tuples by recursion on the C stack
-_MOST_REPEATED: Final = 1 << 24  # elements of a broadcast tensor from which another one is made
+MOST_REPEATED: Final = 1 << 24  # elements of a broadcast tensor from which another one is made
+_MOST_ELEMENTS: Final = 1 << 63  # torch counts them in 64 bits
 
 
 class PickleError(Exception):
     """A pickle that a safe load would refuse, or not survive."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Claim:
     """What a pickle says about a storage.
 
@@ -31,12 +43,14 @@ class Claim:
         dtype: Element type.
         numel: Number of elements.
         location: Device tag.
+        taken_bytes: How much all tensors in it hold together, each counted in full.
     """
 
     key: str
     dtype: torch.dtype
     numel: int
     location: str
+    taken_bytes: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -53,7 +67,8 @@ class Value:
         cost: Steps that hashing it takes; a shared part counts each time, since a hash is not remembered.
         items: Elements of a tuple or a list.
         of: The name of a global, the claim of a storage, of a tuple whether it holds nothing but numbers from 0 up,
-            of a tensor the number of its elements when that is more than its storage has.
+            of a tensor the number of its elements when that is more than its storage has, the number of items of a
+            dictionary, the value of bytes and of complex numbers.
     """
 
     __slots__ = ("cost", "depth", "items", "kind", "of")
@@ -94,17 +109,42 @@ def result_of(name: str, args: tuple[Any, ...], depth: int) -> Value:
         return Value(name, depth, of=check(name, args))
     if args and name.endswith(("Storage", "Tensor")) and name.startswith("torch."):
         raise PickleError(f"it asks for a new {name} of a size that it chooses")
+    if args and name in _CONTAINERS and (len(args) > 1 or not _is_plain_container(args[0])):
+        raise PickleError(f"it makes a {name} of something that is no list")
     return Value(name, depth)
 
 
+def _is_plain_container(value: Any) -> bool:
+    """Tell whether going through a value takes no longer than reading it did; a tensor may have any length."""
+    return type(value) is Value and value.kind in ("list", "tuple", "dict")
+
+
 def _check_bytearray(name: str, args: tuple[Any, ...]) -> None:
-    if args and type(args[0]) is int:
-        raise PickleError(f"it asks for {args[0]} bytes of memory")
+    if not args:
+        return
+    plain = type(args[0]) is str or (type(args[0]) is Value and args[0].kind == "_codecs.encode")
+    if not plain or len(args) > 2 or (len(args) == 2 and args[1] not in _LATIN1):
+        raise PickleError("it makes a bytearray in a way that pickle does not")
 
 
-def _check_encode(name: str, args: tuple[Any, ...]) -> None:
-    if len(args) != 2 or type(args[0]) is not str or args[1] not in ("latin1", "latin-1"):
+def _check_encode(name: str, args: tuple[Any, ...]) -> str:
+    if len(args) != 2 or type(args[0]) is not str or args[1] not in _LATIN1:
         raise PickleError("it holds bytes in an encoding that pickle does not use")
+    return args[0]
+
+
+def _check_complex(name: str, args: tuple[Any, ...]) -> complex:
+    if not all(type(arg) in (int, float) for arg in args):
+        raise PickleError("it makes a complex number in a way that pickle does not")
+    try:
+        return complex(*args)
+    except (TypeError, OverflowError):
+        raise PickleError("it makes a complex number of what is none") from None
+
+
+def _check_size(name: str, args: tuple[Any, ...]) -> None:
+    if args and (len(args) > 1 or _numbers(args[0]) is None):
+        raise PickleError("it makes a torch.Size of something that is no shape")
 
 
 def _numbers(value: Any) -> tuple[int, ...] | None:
@@ -130,11 +170,17 @@ def _check_strided(name: str, args: tuple[Any, ...]) -> int | None:
     itemsize = _v3_itemsize(args) if name == "torch._utils._rebuild_tensor_v3" else claim.dtype.itemsize
     have = claim.nbytes
     last, elements = offset, 1
-    for extent, step in zip(extents, steps, strict=True):
-        last += (extent - 1) * step
-        elements *= extent
+    if 0 in extents:
+        elements = 0
+    else:
+        for extent, step in zip(extents, steps, strict=True):
+            last += (extent - 1) * step
+            elements *= extent
+            if elements > _MOST_ELEMENTS or last > _MOST_ELEMENTS:
+                raise PickleError(f"a tensor in data/{claim.key} has an impossible shape")
     if elements and (last + 1) * itemsize > have:
         raise PickleError(f"a tensor needs {(last + 1) * itemsize} bytes of data/{claim.key}, which has {have}")
+    claim.taken_bytes += elements * itemsize
     repeats = elements * itemsize > have
     if repeats and name == "torch._utils._rebuild_qtensor":  # torch allocates all of its elements first
         raise PickleError(f"a quantized tensor has more elements than data/{claim.key}")
@@ -155,27 +201,49 @@ def _check_from_type(name: str, args: tuple[Any, ...]) -> Any:
     function, inner = (args[0], args[2]) if len(args) == 4 else (None, None)
     if type(function) is not Value or function.kind != "global" or type(inner) is not Value or inner.kind != "tuple":
         raise PickleError(f"it calls {name} with arguments that describe no tensor")
+    if function.of in _NO_TENSORS:
+        raise PickleError(f"it calls {name} with {function.of}, which makes no tensor")
     return result_of(function.of, inner.items, 1).of
 
 
-def _check_parts(name: str, args: tuple[Any, ...]) -> None:
-    """Torch goes through all elements of the tensors that these are made from."""
-    for arg in args:
-        if type(arg) is Value and arg.kind == "tuple":
-            _check_parts(name, arg.items)
-        elif type(arg) is Value and type(arg.of) is int and arg.of > _MOST_REPEATED:
-            raise PickleError(f"it calls {name} with a tensor of {arg.of} elements in a small storage")
+def _check_parts(name: str, args: tuple[Any, ...]) -> int | None:
+    """Return how many elements torch goes through beyond those in the file, of the tensors that this is made from."""
+    repeated = 0
+    seen: set[int] = set()
+    todo = list(args)
+    while todo:
+        arg = todo.pop()
+        if type(arg) is not Value or id(arg) in seen:
+            continue
+        seen.add(id(arg))
+        if arg.kind == "tuple":
+            todo.extend(arg.items)
+        elif type(arg.of) is int and arg.kind != "dict":
+            repeated += arg.of
+    if repeated > MOST_REPEATED:
+        raise PickleError(f"it calls {name} with a tensor of {repeated} elements in a small storage")
+    return repeated or None
 
 
+STRIDED: Final = frozenset({
+    "torch._utils._rebuild_tensor", "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3",
+    "torch._utils._rebuild_qtensor",
+})  # fmt: skip
+PARTS: Final = frozenset({
+    "torch._utils._rebuild_sparse_tensor", "torch._utils._rebuild_nested_tensor",
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor",
+})  # fmt: skip
+_CONTAINERS = frozenset({"builtins.set", "collections.OrderedDict", "collections.Counter"})
+_NO_TENSORS = _CONTAINERS | {
+    "builtins.bytearray", "builtins.complex", "_codecs.encode", "torch.Size", "torch._tensor._rebuild_from_type_v2"
+}  # fmt: skip
+_LATIN1 = ("latin1", "latin-1")
 _CHECKS = {
+    **dict.fromkeys(STRIDED, _check_strided),
+    **dict.fromkeys(PARTS, _check_parts),
     "builtins.bytearray": _check_bytearray,
+    "builtins.complex": _check_complex,
     "_codecs.encode": _check_encode,
-    "torch._utils._rebuild_tensor": _check_strided,
-    "torch._utils._rebuild_tensor_v2": _check_strided,
-    "torch._utils._rebuild_tensor_v3": _check_strided,
-    "torch._utils._rebuild_qtensor": _check_strided,
+    "torch.Size": _check_size,
     "torch._tensor._rebuild_from_type_v2": _check_from_type,
-    "torch._utils._rebuild_sparse_tensor": _check_parts,
-    "torch._utils._rebuild_nested_tensor": _check_parts,
-    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _check_parts,
 }

@@ -19,7 +19,7 @@ from safeckpt.file.trailer import MAGIC, TRAILER_BYTES, Trailer
 if TYPE_CHECKING:
     from safeckpt.file.source import Source
 
-__all__ = ["Directory", "read_directory", "read_trailer"]
+__all__ = ["Directory", "check_local_headers", "read_directory", "read_trailer"]
 
 _END = struct.Struct("<IHHHHIIH")
 _END64 = struct.Struct("<IQHHIIQQQQ")
@@ -243,14 +243,14 @@ def _check_names(source: Source, entries: list[Entry]) -> str:
         inner = name.partition("/")[2]
         if len(parts) < 2 or not all(parts) or {".", ".."} & set(parts) or "\\" in inner or not inner.isprintable():
             raise _damaged(source, f"a record has the name {name!r}")
-        if name in seen:
+        if name.lower() in seen:  # torch does not tell upper from lower case when it looks for a record
             raise _damaged(source, f"there are two records with the name {name!r}")
-        seen.add(name)
+        seen.add(name.lower())
         folders.add(parts[0])
     if len(folders) != 1:
         raise _damaged(source, "it is a zip archive, but no torch file: there is more than one folder in it")
     folder: str = folders.pop()
-    if f"{folder}/constants.pkl" in seen:
+    if f"{folder}/constants.pkl".lower() in seen:
         raise _damaged(source, "it is a TorchScript archive; load it with torch.jit.load", "constants.pkl")
     return folder
 
@@ -273,6 +273,22 @@ def _check_own_layout(source: Source, entries: list[Entry], offset: int, data: b
         raise _damaged(source, "the table of contents is not what was written")
     if tail != archive.end_of_archive(len(entries), offset, len(data), TRAILER_BYTES):
         raise _damaged(source, "the end of the archive is not what was written", _END_RECORD)
+
+
+def check_local_headers(source: Source, directory: Directory) -> None:
+    """Compare the headers of all records of an own file with what was written.
+
+    Torch finds the data of a record by them, and the scan by the layout: a digest that somebody computed anew does
+    not vouch for both being the same bytes.
+
+    Raises:
+        DamagedCheckpointError: One of them differs.
+    """
+    for entry in directory.entries:
+        header = source.read(entry.header_offset, entry.data_offset - entry.header_offset)
+        if header != archive.local_header(entry):
+            where = f"header of {directory.short_name(entry)}"
+            raise _damaged(source, "bytes around the records are not those written", where)
 
 
 def _check_foreign_layout(source: Source, entries: list[Entry], directory_offset: int) -> None:

@@ -17,6 +17,7 @@ from torch._weights_only_unpickler import _get_user_allowed_globals
 from safeckpt.errors import DamagedCheckpointError, UntrustedTypeError
 from safeckpt.file.archive import PACKS_RECORD
 from safeckpt.file.collecting import no_collection
+from safeckpt.file.directory import check_local_headers
 from safeckpt.file.placing import Placement, Records, own_storages
 from safeckpt.file.scan import PickleError, UntrustedGlobalError, scan_pickle
 from safeckpt.file.unpickle import is_simple, unpickle
@@ -35,24 +36,41 @@ _FAILURES: Final = (
     RuntimeError, OSError, EOFError, LookupError, ValueError, TypeError, AttributeError, AssertionError,
     ArithmeticError, pickle.UnpicklingError,
 )  # fmt: skip
+_USUAL: Final = {  # what torch looks at besides the pickle; with anything else in there it is torch that decides
+    "byteorder": sys.byteorder.encode("ascii"), "version": b"3\n", ".format_version": b"1", ".storage_alignment": b"64"
+}  # fmt: skip
 _NO_MEMORY: Final = ("allocate memory", "not enough memory", "out of memory")
 
 
-def load_records(source: Source, directory: Directory, map_location: Any, *, mmap: bool) -> Any:
-    """Load everything; see :meth:`safeckpt.file.read.CheckpointFile.load`."""
+def load_records(source: Source, directory: Directory, map_location: Any, *, mmap: bool, own: bool) -> Any:
+    """Load everything; see :meth:`safeckpt.file.read.CheckpointFile.load`.
+
+    Args:
+        source: The file.
+        directory: Its records.
+        map_location: As in ``torch.load``.
+        mmap: Map the file instead of reading it.
+        own: Whether safeckpt wrote it.
+    """
     if torch.serialization._serialization_tls.skip_data:
         raise RuntimeError("inside torch.serialization.skip_data() a load would return memory that was never filled")
     with no_collection():
         data, scan = scan_records(source, directory)
         _check_devices(source, scan, map_location)
         placement = Placement(scan, _packed_keys(source, directory), map_location)
+        _check_packed(source, scan, placement.shared_keys)
         by_c = placement.shared_keys and _fits_the_fast_reader(source, directory, scan, placement)
-        readable = _readable(source, mmap=mmap)
+        if own:
+            check_local_headers(source, directory)
+        mapped_path = _readable(source, mmap=mmap) if mmap else None
         with _modes(scan, mmap=mmap):
             try:
                 if by_c:
-                    records = Records(source, directory, scan, placement, readable if mmap else None)
-                    return unpickle(data, scan, placement.shared_keys, records.storage)
+                    records = Records(source, directory, scan, placement, mapped_path)
+                    loaded, exact = unpickle(data, scan, placement.shared_keys, records.storage)
+                    if exact:
+                        return loaded
+                readable = mapped_path or _readable(source, mmap=mmap)
                 loaded = torch.load(readable, placement.map_location, weights_only=True, mmap=mmap)
             except _FAILURES as error:
                 if placement.failed or _is_innocent(error, scan):
@@ -63,10 +81,14 @@ def load_records(source: Source, directory: Directory, map_location: Any, *, mma
 
 
 def _fits_the_fast_reader(source: Source, directory: Directory, scan: Scan, placement: Placement) -> bool:
-    order = directory.find("byteorder")
-    native = order is not None and source.read(order.data_offset, order.size) == sys.byteorder.encode("ascii")
+    usual = all(
+        (entry := directory.find(name)) is not None and source.read(entry.data_offset, entry.size) == content
+        for name, content in _USUAL.items()
+    )
+    log = directory.find(".data/serialization_id")  # torch decodes it
+    usual = usual and log is not None and source.read(log.data_offset, log.size).isascii()
     faked = placement.meta or torch._guards.detect_fake_mode(None) is not None
-    return native and not faked and not scan.builds and is_simple(scan.globals)
+    return usual and not faked and not scan.builds and is_simple(scan.globals)
 
 
 @contextmanager
@@ -76,6 +98,9 @@ def _modes(scan: Scan, *, mmap: bool) -> Iterator[None]:
         # Torch checks the indices of sparse tensors only when asked to; bad ones read outside their memory.
         if any("sparse" in name for name in scan.globals):
             modes.enter_context(torch.sparse.check_sparse_tensor_invariants(enable=True))
+            modes.enter_context(warnings.catch_warnings())
+            # Since 2.14 torch checks them as well, and says so each time.
+            warnings.filterwarnings("ignore", "Validating sparse tensor invariants", UserWarning)
         if scan.protocol != 2 or any("qtensor" in name for name in scan.globals):
             modes.enter_context(warnings.catch_warnings())
             # Torch may not know every opcode of another protocol; the scan has shown that it does.
@@ -152,11 +177,23 @@ def _packed_keys(source: Source, directory: Directory) -> frozenset[str]:
         return frozenset()
     try:
         keys = json.loads(source.read(entry.data_offset, entry.size))
-    except ValueError:
+    except (ValueError, RecursionError):
         keys = None
     if type(keys) is not list or not all(type(key) is int for key in keys):
         raise _damaged(source, "the list of records with many tensors is not whole", PACKS_RECORD)
     return frozenset(map(str, keys))
+
+
+def _check_packed(source: Source, scan: Scan, shared_keys: frozenset[str]) -> None:
+    """Check that tensors which are copied out of shared records need no more memory than those records.
+
+    Raises:
+        DamagedCheckpointError: Some of them overlap or repeat their elements, which no writer does.
+    """
+    for key in shared_keys & scan.claims.keys():
+        claim = scan.claims[key]
+        if claim.taken_bytes > claim.nbytes:
+            raise _damaged(source, f"tensors need {claim.taken_bytes} bytes of {claim.nbytes}", f"data/{key}")
 
 
 def _check_devices(source: Source, scan: Scan, map_location: Any) -> None:

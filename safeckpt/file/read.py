@@ -171,4 +171,5 @@ class CheckpointFile:
             DamagedCheckpointError: It cannot be read.
             UntrustedTypeError: It asks for a class or function that is not allowed.
         """
-        return load_records(self._source, self.check_structure(), map_location, mmap=mmap)
+        own = self.trailer is not None
+        return load_records(self._source, self.check_structure(), map_location, mmap=mmap, own=own)

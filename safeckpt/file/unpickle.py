@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -50,8 +51,10 @@ def is_simple(names: Iterable[str]) -> bool:
 
 def unpickle(
     data: bytes, scan: Scan, shared_keys: Collection[str], storage_of: Callable[[str], torch.UntypedStorage]
-) -> Any:
-    """Return the object in a pickle that was scanned and is simple.
+) -> tuple[Any, bool]:
+    """Return the object in a pickle that was scanned and is simple, and whether it is what torch would return.
+
+    It is not where a function of torch's, for which another one stands in here, is itself one of the values.
 
     Args:
         data: The pickle.
@@ -59,37 +62,11 @@ def unpickle(
         shared_keys: Keys of the records that hold many tensors.
         storage_of: Gives the storage of a record, on its device.
     """
-    return _Reader(data, scan, shared_keys, storage_of).load()
-
-
-class _Shared:
-    """The elements of a record that holds many tensors."""
-
-    __slots__ = ("elements",)
-
-    def __init__(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
-        size = (storage.nbytes() // dtype.itemsize,)
-        self.elements = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, size, (1,))
-
-
-def _tensor(storage: Any, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
-    """Stand in for torch's function of this kind: a part of a shared record is copied out of it."""
-    if type(storage) is _Shared:
-        return torch.as_strided_copy(storage.elements, size, stride, offset)
-    return _rebuild_tensor(storage, offset, size, stride)  # type: ignore[no-any-return]
-
-
-def _tensor_v2(storage: Any, offset: int, size: Any, stride: Any, *rest: Any) -> Any:
-    """Stand in for torch's function of this kind."""
-    if type(storage) is not _Shared:
-        return _rebuild_tensor_v2(storage, offset, size, stride, *rest)
-    requires_grad, hooks = rest  # such tensors are plain: they have no metadata
-    tensor = torch.as_strided_copy(storage.elements, size, stride, offset).requires_grad_(requires_grad)
-    tensor._backward_hooks = hooks
-    return tensor
-
-
-_OWN: Final = {"torch._utils._rebuild_tensor": _tensor, "torch._utils._rebuild_tensor_v2": _tensor_v2}
+    reader = _Reader(data, scan, shared_keys, storage_of)
+    loaded = reader.load()
+    reader.memo.clear()
+    # Referred to by the dictionary, by the loop, and by the call that counts.
+    return loaded, all(sys.getrefcount(function) == 3 for function in reader.stand_ins.values())
 
 
 class _Reader(pickle.Unpickler):
@@ -100,13 +77,18 @@ class _Reader(pickle.Unpickler):
         self._scan = scan
         self._shared_keys = shared_keys
         self._storage_of = storage_of
+        self.stand_ins = {
+            "torch._utils._rebuild_tensor": self._tensor,
+            "torch._utils._rebuild_tensor_v2": self._tensor_v2,
+        }
         self._loaded: dict[str, Any] = {}
+        self._shared: dict[int, torch.Tensor] = {}  # elements of a shared record, by the identity of its storage
 
     def find_class(self, module: str, name: str) -> Any:
         full = ".".join(python3_name(module, name))
         if not is_simple([full]):
             raise pickle.UnpicklingError(f"{full} is not allowed")
-        return _OWN.get(full, _get_allowed_globals()[full])
+        return self.stand_ins.get(full) or _get_allowed_globals()[full]
 
     def persistent_load(self, persistent_id: Any) -> Any:
         key: str = persistent_id[2]
@@ -114,9 +96,27 @@ class _Reader(pickle.Unpickler):
         if found is None:
             dtype = self._scan.claims[key].dtype
             storage = self._storage_of(key)
-            if key in self._shared_keys:
-                found = _Shared(storage, dtype)
-            else:
-                found = torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+            found = torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
             self._loaded[key] = found
+            if key in self._shared_keys:
+                size = (storage.nbytes() // dtype.itemsize,)
+                elements = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, size, (1,))
+                self._shared[id(found)] = elements
         return found
+
+    def _tensor(self, storage: Any, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
+        """Stand in for torch's function of this kind: a part of a shared record is copied out of it."""
+        shared = self._shared.get(id(storage))
+        if shared is not None:
+            return torch.as_strided_copy(shared, size, stride, offset)
+        return _rebuild_tensor(storage, offset, size, stride)  # type: ignore[no-any-return]
+
+    def _tensor_v2(self, storage: Any, offset: int, size: Any, stride: Any, *rest: Any) -> Any:
+        """Stand in for torch's function of this kind."""
+        shared = self._shared.get(id(storage))
+        if shared is None:
+            return _rebuild_tensor_v2(storage, offset, size, stride, *rest)
+        requires_grad, hooks = rest  # such tensors are plain: they have no metadata
+        tensor = torch.as_strided_copy(shared, size, stride, offset).requires_grad_(requires_grad)
+        tensor._backward_hooks = hooks
+        return tensor

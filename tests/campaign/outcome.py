@@ -7,7 +7,7 @@ import importlib
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-CLASSES: tuple[str, ...] = ()  # modules beside this one, in the order of the report
+CLASSES: tuple[str, ...] = ("damage", "hostile", "fuzz", "machine", "chaos")  # modules beside this one, in report order
 
 Scale = Literal[
     "fast", "full"

@@ -67,6 +67,8 @@ def assert_same(got, want, seen=None):
         assert len(got) == len(want)
         for mine, theirs in zip(got, want, strict=True):
             assert_same(mine, theirs, seen)
+    elif isinstance(want, set):  # elements may be tensors, which are equal to themselves alone
+        assert sorted(map(repr, got)) == sorted(map(repr, want))
     elif isinstance(want, torch.TypedStorage):
         assert got.dtype == want.dtype
         assert got._untyped_storage.tolist() == want._untyped_storage.tolist()

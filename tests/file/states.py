@@ -8,6 +8,8 @@ from collections import Counter, OrderedDict
 import torch
 
 from safeckpt.file import encode, open_file, write_file
+from safeckpt.file.checksum import ChunkDigest
+from safeckpt.file.trailer import TRAILER_BYTES, Trailer
 
 
 def written(payload, **options):
@@ -15,6 +17,14 @@ def written(payload, **options):
     buffer = io.BytesIO()
     write_file(payload, buffer, **options)
     return buffer.getvalue()
+
+
+def sealed(data):
+    """Return changed bytes of a file with a trailer that is right for them, as an attacker can make one."""
+    body = bytes(data[:-TRAILER_BYTES])
+    digest = ChunkDigest()
+    digest.add(body)
+    return body + Trailer(root=digest.root(), size_bytes=len(body)).to_bytes()
 
 
 def loaded(data, **options):

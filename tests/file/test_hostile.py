@@ -16,6 +16,7 @@ from safeckpt.file import archive, open_file
 from safeckpt.file.checksum import CrcPool
 from safeckpt.file.write import _Writer
 from tests.file import test_scan as op
+from tests.file.states import sealed
 
 PROTO, STOP = op.PROTO, op.STOP
 
@@ -30,12 +31,13 @@ def plain_file(pickle_bytes, records=(("data/0", bytes(16)),), **options):
     return buffer.getvalue()
 
 
-def own_file(pickle_bytes, contents=(bytes(16),)):
+def own_file(pickle_bytes, contents=(bytes(16),), packs=None):
     """Return a file with a trailer that is right, as anyone who can run this library can make one."""
     buffer = io.BytesIO()
-    names = archive.record_names(len(contents), header=False, packs=False)
+    names = archive.record_names(len(contents), header=False, packs=packs is not None)
+    before = [] if packs is None else [packs]
     with CrcPool() as pool:
-        _Writer(buffer, pool).write(names, [pickle_bytes, b"1", b"64", b"little", *contents, b"3\n"])
+        _Writer(buffer, pool).write(names, [*before, pickle_bytes, b"1", b"64", b"little", *contents, b"3\n"])
     return buffer.getvalue()
 
 
@@ -61,6 +63,42 @@ LAYOUT = b"ctorch.serialization\n_get_layout\n(" + op.text("torch.sparse_coo") +
 SIZE = b"(" + op.number(3) + b"t"
 SPARSE = b"ctorch._utils\n_rebuild_sparse_tensor\n(" + LAYOUT + b"(" + INDICES + VALUES + SIZE + b"ttR"
 DOUBLED = b"N" + b"q\x00h\x00\x86" * 60
+
+
+def colliding_pairs(count):
+    """Return pairs of integers whose tuples have one hash: CPython's is xxHash without a secret."""
+    modulus, prime1, prime2, prime5 = 1 << 64, 11400714785074694791, 14029467366897019727, 2870177450012600261
+    inverse = pow(prime2, -1, modulus)
+    pairs = []
+    first = 0
+    while len(pairs) < count:
+        first += 1
+        mixed = (prime5 + first * prime2) % modulus
+        mixed = ((mixed << 31 | mixed >> 33) % modulus) * prime1 % modulus
+        second = (12345 - mixed) * inverse % modulus
+        if second < (1 << 61) - 1:  # an integer below that is its own hash
+            pairs.append((first, second))
+    assert len({hash(pair) for pair in pairs}) == 1
+    return pairs
+
+
+def long1(value):
+    return b"\x8a\x09" + value.to_bytes(9, "little", signed=True)
+
+
+def double(value):
+    return b"G" + struct.pack(">d", value)
+
+
+PAIRS = b"".join(long1(first) + long1(second) + b"\x86N" for first, second in colliding_pairs(3000))
+ROTATED = b"".join(b"h\x01" + double(-1000003.0 * k) + double(k) + b"\x86RN" for k in range(1, 3000))
+SHAPE = b"ctorch\nSize\n((" + b"K\x01" * 20_000 + b"ttR"
+LATIN = b"c_codecs\nencode\nq\x01X" + struct.pack("<I", 100_000) + b"a" * 100_000 + op.text("latin1") + b"\x86q\x02R"
+ITEMS = b"ccollections\nOrderedDict\nq\x01}(" + b"".join(op.number(k) + b"N" for k in range(5000)) + b"uq\x02"
+ONES = b"(" + b"K\x01" * 5000 + b"tq\x01"
+WIDE = b"ctorch._utils\n_rebuild_tensor\nq\x02("
+WIDE += op.storage(1) + b"q\x03K\x00h\x01h\x01tq\x04R" + b"h\x02h\x04R" * 5000
+MANY_VALUES = op.tensor(size=(1 << 30,), stride=(0,))
 PICKLES = {
     "putenv": (b"cos\nputenv\n(" + op.text("SAFECKPT_WAS_OWNED") + op.text("1") + b"tR", UntrustedTypeError),
     "eval": (b"c__builtin__\neval\n(" + op.text("1") + b"tR", UntrustedTypeError),
@@ -84,8 +122,48 @@ PICKLES = {
     "unknown opcode": (b"\x95" + bytes(8) + b"N", DamagedCheckpointError),
     "empty": (b"", DamagedCheckpointError),
     "bad sparse indices": (SPARSE, DamagedCheckpointError),
+    "colliding tuples": (b"}(" + PAIRS + b"u", DamagedCheckpointError),
+    "colliding complex numbers": (
+        b"(c__builtin__\ncomplex\nq\x01" + double(0) + b"\x85R}(" + ROTATED + b"ut",
+        DamagedCheckpointError,
+    ),
+    "shape as a key": (b"}(" + SHAPE + b"q\x01N" + b"h\x01N" * 5000 + b"u", DamagedCheckpointError),
+    "memory by a tensor": (
+        b"c__builtin__\nbytearray\n(" + op.tensor(size=(), stride=()).replace(b"FloatStorage", b"IntStorage") + b"tR",
+        DamagedCheckpointError,
+    ),
+    "set of a tensor": (b"c__builtin__\nset\n(" + MANY_VALUES + b"tR", DamagedCheckpointError),
+    "Counter of a tensor": (b"ccollections\nCounter\n(" + MANY_VALUES + b"tR", DamagedCheckpointError),
+    "shape of a tensor": (b"ctorch\nSize\n(" + MANY_VALUES + b"tR", DamagedCheckpointError),
+    "text copied again": (b"(" + LATIN + b"h\x01h\x02R" * 5000 + b"t", DamagedCheckpointError),
+    "dictionary copied again": (b"(" + ITEMS + b"h\x01h\x02\x85R" * 5000 + b"t", DamagedCheckpointError),
+    "dimensions again": (b"(" + WIDE + b"t", DamagedCheckpointError),
+    "shared tuple in an inner call": (
+        b"ctorch._tensor\n_rebuild_from_type_v2\n(c__builtin__\nset\nctorch\nTensor\n(](" + DOUBLED + b"et}tR",
+        DamagedCheckpointError,
+    ),
+    "shared tuple of parts": (
+        b"ctorch._utils\n_rebuild_sparse_tensor\n(" + LAYOUT + DOUBLED + b"tR",
+        DamagedCheckpointError,
+    ),
+    "two types of one storage": (
+        b"(" + op.storage(2).replace(b"FloatStorage", b"DoubleStorage") + op.tensor(size=(4,)) + b"t",
+        DamagedCheckpointError,
+    ),
+    "state of a tensor": (
+        op.tensor() + b"(" + op.storage() + op.number(0) + b"(" + op.number(1 << 26) + b"t(K\x01ttb",
+        DamagedCheckpointError,
+    ),
+    "attributes by slots": (
+        b"ccollections\nOrderedDict\n)R}}" + op.text("keys") + b"Ns\x86b",
+        DamagedCheckpointError,
+    ),
 }
-CONTENTS = {"bad sparse indices": (struct.pack("<qq", 0, 1 << 40), bytes(16))}
+CONTENTS = {
+    "bad sparse indices": (struct.pack("<qq", 0, 1 << 40), bytes(16)),
+    "memory by a tensor": (struct.pack("<4i", 1 << 30, 0, 0, 0),),
+    "dimensions again": (bytes(4),),
+}
 
 
 @pytest.mark.parametrize("kind", ["plain", "own", "mapped"])
@@ -145,6 +223,8 @@ GOOD = [("archive/data.pkl", pickled(op.tensor())), ("archive/data/0", bytes(16)
         ("name", [*GOOD, ("archive//x", b"x")]),
         ("name", [*GOOD, ("archive/dir/", b"")]),
         ("two records", [*GOOD, ("archive/data/0", bytes(16))]),
+        ("two records", [("archive/DATA.PKL", pickled(b"N")), *GOOD]),
+        ("two records", [*GOOD, ("archive/Data/0", bytes(16))]),
         ("no torch file", [*GOOD, ("other/data/0", bytes(16))]),
         (r"no data\.pkl", [("archive/data/0", bytes(16))]),
         ("TorchScript", [*GOOD, ("archive/constants.pkl", b"x")]),
@@ -202,6 +282,49 @@ def test_records_that_overlap_are_refused():
     at = data.rindex(b"archive/data/1") - 46 + 42
     with pytest.raises(DamagedCheckpointError, match="overlap"):
         load(data[:at] + struct.pack("<I", first) + data[at + 4 :])
+
+
+def with_header_elsewhere():
+    """Return a file in which the header of the pickle leads to other bytes, under a digest that is right."""
+    honest = pickled(op.tensor().replace(op.text("0"), op.text("1")))
+    other = pickled(b"N" + b"\x85" * (len(honest) - 4))
+    data = bytearray(own_file(honest, (other.ljust(16 + len(other), b"\0"), bytes(16))))
+    with open_file(io.BytesIO(bytes(data))) as file:
+        pickle_entry, hidden = (file.check_structure().find(name) for name in ("data.pkl", "data/0"))
+    at = pickle_entry.header_offset + 28
+    moved = struct.unpack_from("<H", data, at)[0] + hidden.data_offset - pickle_entry.data_offset
+    struct.pack_into("<H", data, at, moved)
+    return sealed(data)
+
+
+def test_record_whose_header_points_elsewhere_is_refused(tmp_path):
+    """The pickle that torch finds by a header is the one that was scanned, also under a digest that is right."""
+    for mmap in (False, True):
+        with pytest.raises(DamagedCheckpointError, match=r"header of data\.pkl"):
+            load(with_header_elsewhere(), mmap=mmap, tmp_path=tmp_path)
+
+
+PACKED = {
+    "broadcast": op.tensor(size=(1 << 30, 4), stride=(0, 0), function="_rebuild_tensor", tail=b""),
+    "overlapping": b"(" + op.tensor(function="_rebuild_tensor", tail=b"") * 1000 + b"t",
+    "overlapping, with hooks": b"(" + op.tensor() * 2 + b"t",
+    "by torch": b"(" + op.tensor(size=(1 << 30, 4), stride=(0, 0)) + LAYOUT + b"t",
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_tensors_that_need_more_than_the_record_they_share_are_refused(name, tmp_path):
+    """What is copied out of a record of many tensors is not larger than it."""
+    for mmap in (False, True):
+        with pytest.raises(DamagedCheckpointError, match="tensors need"):
+            load(own_file(pickled(PACKED[name]), packs=b"[0]\n"), mmap=mmap, tmp_path=tmp_path)
+
+
+def test_list_of_shared_records_that_is_nested_deeply_is_refused():
+    """JSON that Python's reader cannot follow is damage."""
+    for packs in (b"[" * 100_000, b"{}", b'["0"]', b"[1.5]", b"[true]", b"\xff"):
+        with pytest.raises(DamagedCheckpointError, match="list of records"):
+            load(own_file(pickled(op.tensor()), packs=packs))
 
 
 def test_directory_that_claims_more_entries_than_it_has_is_refused():

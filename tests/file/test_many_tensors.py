@@ -18,6 +18,8 @@ from safeckpt.file.scan import Scan
 from safeckpt.file.unpickle import unpickle
 from safeckpt.file.write import _Writer
 from tests.file import states
+from tests.file import test_hostile as hostile
+from tests.file import test_scan as op
 from tests.file.same import assert_same
 from tests.file.states import loaded, torch_pickle
 
@@ -233,3 +235,24 @@ def test_records_that_hold_many_tensors_are_listed():
     with open_file(io.BytesIO(data)) as file:
         entry = file.check_structure().find("safeckpt.packs")
     assert data[entry.data_offset : entry.data_offset + entry.size] == b"[0,1,2,3,4]\n"
+
+
+def test_function_among_the_values_comes_back_as_itself():
+    """A function of torch's that is a value is torch's own after a load, though another one does its work."""
+    body = b"(ctorch._utils\n_rebuild_tensor\n" + op.tensor(function="_rebuild_tensor", tail=b"") + b"t"
+    function, tensor = loaded(hostile.own_file(hostile.pickled(body), packs=b"[0]\n"))
+    assert function is torch._utils._rebuild_tensor
+    assert tensor.tolist() == [0.0] * 4
+
+
+def test_storage_of_many_tensors_among_the_values_comes_back_as_torch_gives_it():
+    """A pickle that refers to a shared record itself gets a storage, not a part of the reader."""
+    got = loaded(hostile.own_file(hostile.pickled(b"(" + op.storage() + op.storage() + b"t"), packs=b"[0]\n"))
+    assert [type(item) for item in got] == [torch.storage.TypedStorage] * 2
+    assert got[0]._untyped_storage.tolist() == [0] * 16
+
+
+def test_ordinary_state_is_read_by_the_fast_reader_alone(monkeypatch):
+    """Nothing of a plain state makes the reader leave it to torch."""
+    monkeypatch.setattr(torch, "load", None)
+    assert_same(loaded(written(many())), many())

@@ -205,6 +205,26 @@ def test_keys_made_to_collide_are_refused():
     scan_pickle(pickle.dumps(dict.fromkeys(range(100_000)), 2))
 
 
+def test_keys_that_are_the_same_in_many_dictionaries_are_fine():
+    """What repeats does not collide: thousands of dictionaries may have the same unusual keys."""
+    for key in (float("inf"), 2**70, (1, 2**70), (0.5, "x"), 1e300, 1j):
+        scan_pickle(pickle.dumps([{key: index} for index in range(1000)], 2))
+        many = [{pickle.loads(pickle.dumps(key)): index} for index in range(1000)]
+        scan_pickle(pickle.dumps(many, 2))
+
+
+def test_tuples_of_tensors_as_keys_are_fine():
+    """Objects that are hashed by their address are all different."""
+    scan(b"}(" + b"".join(tensor() + number(1) + b"\x86N" for _ in range(600)) + b"u")
+
+
+@pytest.mark.parametrize("levels", [400, MOST_DEPTH - 3])
+def test_key_that_is_nested_as_deeply_as_is_allowed_is_read(levels):
+    """Nothing in the scan of a key goes by Python's recursion."""
+    scan(b"}N" + b"\x85" * levels + b"Ns")
+    scan(b"}" + b"\x8a\x09" + (2**65).to_bytes(9, "little") + b"\x85" * levels + b"Ns")
+
+
 @pytest.mark.parametrize(
     "body",
     [b"}" + b"]Ns", b"}}Ns", b"}c__builtin__\nbytearray\n)RNs", b"}c__builtin__\nset\n(]tRNs"],

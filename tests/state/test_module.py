@@ -455,7 +455,7 @@ def test_distributed_wrapper_is_taken_off_and_put_on(tmp_path):
     """A model under DistributedDataParallel and a plain one restore each other, and go on with the same bits."""
     script = [sys.executable, "-W", "error::UserWarning:safeckpt", "-c", textwrap.dedent(DDP), str(tmp_path)]
     done = subprocess.run(script, capture_output=True, text=True, timeout=240, check=False)
-    assert done.stdout.strip() == "all equal", done.stderr
+    assert done.stdout.splitlines()[-1:] == ["all equal"], done.stderr  # Gloo may say something before
 
 
 # -- parameters without memory --------------------------------------------------------------------------------------
