@@ -42,7 +42,9 @@ _USUAL: Final = {  # what torch looks at besides the pickle; with anything else 
 _NO_MEMORY: Final = ("allocate memory", "not enough memory", "out of memory")
 
 
-def load_records(source: Source, directory: Directory, map_location: Any, *, mmap: bool, own: bool) -> Any:
+def load_records(
+    source: Source, directory: Directory, map_location: Any, *, mmap: bool, own: bool
+) -> tuple[Any, int | None]:
     """Load everything; see :meth:`safeckpt.file.read.CheckpointFile.load`.
 
     Args:
@@ -51,13 +53,17 @@ def load_records(source: Source, directory: Directory, map_location: Any, *, mma
         map_location: As in ``torch.load``.
         mmap: Map the file instead of reading it.
         own: Whether safeckpt wrote it.
+
+    Returns:
+        The object, and where in memory the file begins, if it was mapped.
     """
     if torch.serialization._serialization_tls.skip_data:
         raise RuntimeError("inside torch.serialization.skip_data() a load would return memory that was never filled")
     with no_collection():
         data, scan = scan_records(source, directory)
         _check_devices(source, scan, map_location)
-        placement = Placement(scan, _packed_keys(source, directory), map_location)
+        offsets = {directory.short_name(entry): entry.data_offset for entry in directory.entries if mmap}
+        placement = Placement(scan, _packed_keys(source, directory), map_location, offsets)
         _check_packed(source, scan, placement.shared_keys)
         by_c = placement.shared_keys and _fits_the_fast_reader(source, directory, scan, placement)
         if own:
@@ -69,7 +75,7 @@ def load_records(source: Source, directory: Directory, map_location: Any, *, mma
                     records = Records(source, directory, scan, placement, mapped_path)
                     loaded, exact = unpickle(data, scan, placement.shared_keys, records.storage)
                     if exact:
-                        return loaded
+                        return loaded, placement.address
                 readable = mapped_path or _readable(source, mmap=mmap)
                 loaded = torch.load(readable, placement.map_location, weights_only=True, mmap=mmap)
             except _FAILURES as error:
@@ -77,7 +83,7 @@ def load_records(source: Source, directory: Directory, map_location: Any, *, mma
                     raise
                 raise _damaged(source, f"torch cannot load it: {_first_line(error)}", "data.pkl") from error
         own_storages(loaded, placement.shared)
-        return loaded
+        return loaded, placement.address
 
 
 def _fits_the_fast_reader(source: Source, directory: Directory, scan: Scan, placement: Placement) -> bool:

@@ -9,7 +9,7 @@ import torch
 from safeckpt.file.contents import storage_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
     from safeckpt.file.directory import Directory
     from safeckpt.file.scan import Scan
@@ -28,19 +28,34 @@ class Placement:
         shared: Addresses of their storages, once torch has loaded them.
         failed: Whether the caller's ``map_location`` raised.
         meta: Whether everything goes to the meta device.
+        address: Of the first byte of the file, when it is mapped and something of it was loaded.
         map_location: What to give to torch.
+
+    Args:
+        scan: What the pickle refers to.
+        shared_keys: Keys of the records that hold many tensors.
+        map_location: As in ``torch.load``.
+        offsets: Where the records are, by name, when the file is mapped.
     """
 
-    def __init__(self, scan: Scan, shared_keys: frozenset[str], map_location: Any) -> None:
+    def __init__(
+        self,
+        scan: Scan,
+        shared_keys: frozenset[str],
+        map_location: Any,
+        offsets: Mapping[str, int] | None = None,
+    ) -> None:
         self.shared_keys = shared_keys
         self.shared: set[int] = set()
         self.failed = False
+        self.address: int | None = None
+        self._offsets = offsets or {}
         named = isinstance(map_location, (str, torch.device))
         self.meta = named and str(map_location).partition(":")[0] == "meta"
         self._keys: Iterator[str] = iter([key for key, claim in scan.claims.items() if claim.nbytes])
         self._restore: Callable[[Any, str], Any] = torch.serialization._get_restore_location(map_location)
         # Torch treats some values of map_location specially, so it is replaced only where there is a need to.
-        wrapped = (shared_keys and not self.meta) or callable(map_location)
+        wrapped = ((shared_keys or offsets) and not self.meta) or callable(map_location)
         self.map_location: Any = self._follow if wrapped else map_location
 
     def put(self, storage: torch.UntypedStorage, location: str) -> Any:
@@ -54,8 +69,12 @@ class Placement:
     def _follow(self, storage: torch.UntypedStorage, location: str) -> Any:
         placed = self.put(storage, location)
         # Torch asks once for each storage that is not empty, in the order in which the pickle refers to them.
-        if storage.nbytes() and next(self._keys, None) in self.shared_keys:
+        key = next(self._keys, None) if storage.nbytes() else None
+        if key in self.shared_keys:
             self.shared.add(placed._cdata)
+        record = f"data/{key}"
+        if self.address is None and record in self._offsets:
+            self.address = storage.data_ptr() - self._offsets[record]
         return placed
 
 
@@ -72,6 +91,7 @@ class Records:
         self._mapped: torch.UntypedStorage | None = None
         if mapped_path is not None:
             self._mapped = torch.UntypedStorage.from_file(mapped_path, False, source.size_bytes)  # type: ignore[assignment]
+            placement.address = self._mapped.data_ptr()  # type: ignore[union-attr]
 
     def storage(self, key: str) -> Any:
         """Read or map a record, and put it on its device."""

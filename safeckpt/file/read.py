@@ -13,6 +13,7 @@ from safeckpt.file.checksum import CHUNK_BYTES, root_of
 from safeckpt.file.damage import check_records, find_damage
 from safeckpt.file.directory import read_directory, read_trailer
 from safeckpt.file.loading import load_records
+from safeckpt.file.mapped import Mapped
 from safeckpt.file.report import FileReport
 from safeckpt.file.source import source_of
 from safeckpt.file.trailer import FORMAT_VERSION
@@ -171,5 +172,17 @@ class CheckpointFile:
             DamagedCheckpointError: It cannot be read.
             UntrustedTypeError: It asks for a class or function that is not allowed.
         """
+        return self._load(map_location, mmap=mmap)[0]
+
+    def load_mapped(self) -> tuple[Any, Mapped]:
+        """Return the object that was saved, on the CPU and mapped to the file, and the way around the mapping.
+
+        Raises:
+            LoadError: As :meth:`load`.
+        """
+        loaded, address = self._load("cpu", mmap=True)
+        return loaded, Mapped(self._source, address)
+
+    def _load(self, map_location: Any, *, mmap: bool) -> tuple[Any, int | None]:
         own = self.trailer is not None
         return load_records(self._source, self.check_structure(), map_location, mmap=mmap, own=own)

@@ -77,16 +77,16 @@ class Restorer:
             LoadError: What is in the file is not what a manager saves, or not finite.
             RestoreError: It does not fit the live objects.
         """
-        payload = file.load(map_location="cpu", mmap=True)
+        payload, mapped = file.load_mapped()
         if not isinstance(payload, dict) or not isinstance(payload.get(RESERVED_KEY), dict):
             raise DamagedCheckpointError(path=file.path, reason="it holds no state of a run")
         try:
             guard = guard_from_record((file.header() or {})["guard"])
         except (KeyError, TypeError) as error:
             raise DamagedCheckpointError(path=file.path, reason="its header does not say what was guarded") from error
-        ready = plan(self._components, payload, only=only, keep_live=keep_live, path=file.path)
+        ready = plan(self._components, payload, only=only, keep_live=keep_live, path=file.path, read=mapped.read)
         # The guard that it passed when it was saved judges it again.
-        bad = Baseline({}).judge(ready.parts, guard).bad
+        bad = Baseline({}).judge(ready.parts, guard, mapped.forget).bad
         if bad:
             raise DamagedCheckpointError(path=file.path, reason=f"it is not finite ({bad[0]})")
         return ready
