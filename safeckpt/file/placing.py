@@ -123,7 +123,9 @@ def own_storages(tree: Any, packed: Collection[int]) -> None:
             continue
         seen.add(id(value))
         if isinstance(value, torch.Tensor):
-            if value.layout is torch.strided and value.untyped_storage()._cdata in packed:
+            # No writer packs a conjugate or negative view, and a copy of one would be another view of the same values.
+            plain = value.layout is torch.strided and not value.is_conj() and not value.is_neg()
+            if plain and value.untyped_storage()._cdata in packed:
                 value.data = value.data.clone()
         elif isinstance(value, dict):
             todo.extend(value.keys())

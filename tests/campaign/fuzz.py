@@ -230,7 +230,7 @@ def by_atheris(runs: int, seed: int, outcome: Outcome) -> None:
         shutil.copytree(CORPUS, folder, dirs_exist_ok=True)
         done = subprocess.run(
             [sys.executable, "-m", "tests.campaign.fuzz", folder, f"-atheris_runs={runs}", f"-seed={seed % 2**31 or 1}",
-             f"-max_len={MOST_INPUT}", f"-artifact_prefix={folder}/", "-timeout=30", "-rss_limit_mb=4096"],
+             f"-max_len={MOST_INPUT}", f"-artifact_prefix={folder}/", "-timeout=300", "-rss_limit_mb=4096"],
             cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False,
         )  # fmt: skip
         counted = re.findall(r"^#(\d+).* cov: (\d+)", done.stderr, re.MULTILINE)
