@@ -1,7 +1,7 @@
 """Many processes as one run: agreement between ranks, what each rank has of its own, and shards."""
 
 from safeckpt.distributed.group import Group, Ranks, group_of_this_process, in_group
-from safeckpt.distributed.own import digests_of, drifted, merged, own_of, payload_for, replica_fingerprints
+from safeckpt.distributed.own import differing, digests_of, drifted, merged, own_of, payload_for, replica_fingerprints
 from safeckpt.distributed.shards import (
     Held,
     holds_shards,
@@ -17,6 +17,7 @@ __all__ = [
     "Group",
     "Held",
     "Ranks",
+    "differing",
     "digests_of",
     "drifted",
     "group_of_this_process",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import json
+import os
 import pickle
 import time
 from collections.abc import Callable
@@ -26,6 +27,7 @@ D = TypeVar("D")
 
 # What rank 0 takes to notice a lost rank is no longer than the timeout; the others allow it this much for the news.
 _NEWS_SECONDS = 5.0
+_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _FRONT, _BACK = 7101, 7102  # tags of the messages of the training loop and of the thread that writes
 
 
@@ -97,7 +99,13 @@ class Ranks(Group):
                 backend="gloo", timeout=dt.timedelta(seconds=timeout_seconds + 2 * _NEWS_SECONDS)
             )
         except RuntimeError as error:
-            raise self._lost("meeting for the first time", None, error) from error
+            lost = self._lost("meeting for the first time", None, error)
+            if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) and _SHARED_STORE not in os.environ:
+                lost.add_note(
+                    "torchrun restarted this group in the store of the one before, where its addresses still are "
+                    f"(pytorch issue 135712). Set {_SHARED_STORE}=1 for torchrun."
+                )
+            raise lost from error
 
     @property
     def process_group(self) -> Any:

@@ -16,16 +16,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from safeckpt.distributed.digest import digest_of, fingerprints
 from safeckpt.state import RESERVED_KEY, Component
 from safeckpt.state.generators import RngStreams
+from safeckpt.state.tree import named_tensors
 
-__all__ = ["Drift", "digests_of", "drifted", "merged", "own_of", "payload_for", "replica_fingerprints"]
+__all__ = ["differing", "digests_of", "drifted", "merged", "own_of", "payload_for", "replica_fingerprints"]
 
 # Ranks that train one model hold equal states of these; of everything else each may have its own.
 _REPLICATED = frozenset({"module", "optimizer", "scheduler", "scaler"})
-
-Drift = tuple[list[int], list[str]]  # ranks, and names of what differs on them
 
 
 def _is_buffer(record: Mapping[str, Any], key: str, value: Any) -> bool:
@@ -44,7 +45,7 @@ def _split(payload: Mapping[str, Any], name: str) -> tuple[Any, dict[str, Any]]:
 
 
 def _pieces(payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is compared with rank 0's, by name; names that begin with `=` have to be equal."""
+    """Return what is compared with rank 0's, by name; those with `=` have to be equal."""
     own = payload[RESERVED_KEY]
     found: dict[str, Any] = {"environment": own["environment"], "gradients": own["gradients"]}
     for name, record in own["components"].items():
@@ -61,20 +62,64 @@ def digests_of(payload: Mapping[str, Any]) -> dict[str, str]:
     """Return a digest for every piece of a captured payload that may differ between ranks.
 
     Cost:
-        One pass over the tensors that are not sharded.
+        One pass over the tensors that more than one rank has.
     """
-    return {name: digest_of(piece) for name, piece in _pieces(payload).items()}
+    found = {name: digest_of(piece) for name, piece in _pieces(payload).items()}
+    found.update((name, digest_of(shards)) for name, shards in _copies_of_shards(payload).items())
+    return found
+
+
+def _copies_of_shards(payload: Mapping[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the local parts that other ranks have as well, by what they are a part of: `~` and where in the mesh.
+
+    Ranks that stand at the same place of the dimensions that shard hold the same part (HSDP, and whatever tensor
+    parallelism leaves whole).
+    """
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in named_tensors({key: value for key, value in payload.items() if key != RESERVED_KEY}):
+        if not hasattr(tensor, "to_local"):
+            continue
+        sharded: Any = tensor
+        mesh = sharded.device_mesh
+        place, parts = [], 1
+        for dimension, placement in enumerate(sharded.placements):
+            if placement.is_replicate():
+                place.append("R")
+            else:
+                place.append(f"{placement}@{mesh.get_local_rank(dimension)}/{mesh.size(dimension)}")
+                parts *= mesh.size(dimension)
+        if parts < torch.distributed.get_world_size():
+            found.setdefault("~" + " ".join(place), {})[name] = sharded.to_local()
+    return found
 
 
 def drifted(digests: list[dict[str, str]]) -> list[int]:
-    """Return the ranks whose replicas differ from rank 0's."""
-    first = {name: digest for name, digest in digests[0].items() if name.startswith("=")}
-    return [rank for rank, one in enumerate(digests) if {name: one.get(name) for name in first} != first]
+    """Return the ranks whose replicas differ from those of the first rank that has them."""
+    first: dict[str, str] = {}
+    found = []
+    for rank, one in enumerate(digests):
+        replicas = {name: digest for name, digest in one.items() if name[0] in "=~"}
+        if any(first.setdefault(name, digest) != digest for name, digest in replicas.items()):
+            found.append(rank)
+    return found
 
 
 def replica_fingerprints(payload: Mapping[str, Any]) -> dict[str, str]:
     """Return one fingerprint for each value that replicas share, to find out which of them differ."""
-    return fingerprints({name[1:]: piece for name, piece in _pieces(payload).items() if name.startswith("=")})
+    shared = {name[1:]: piece for name, piece in _pieces(payload).items() if name.startswith("=")}
+    found = fingerprints(shared)
+    for place, shards in _copies_of_shards(payload).items():
+        found.update((f"{name} {place[1:]}", text) for name, text in fingerprints(shards).items())
+    return found
+
+
+def differing(all_fingerprints: list[dict[str, str]]) -> list[str]:
+    """Return the names of the values of which ranks have different copies."""
+    first: dict[str, str] = {}
+    found = set()
+    for one in all_fingerprints:
+        found |= {name for name, text in one.items() if first.setdefault(name, text) != text}
+    return sorted(found)
 
 
 def own_of(payload: Mapping[str, Any], digests: Mapping[str, str], first: Mapping[str, str]) -> dict[str, Any]:

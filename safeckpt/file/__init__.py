@@ -1,7 +1,7 @@
 """Payload <-> bytes of one file: encode, write, checksum, read, verify."""
 
 from safeckpt.file.encode import encode
-from safeckpt.file.folder import INDEX, CheckpointFolder, ShardFile, open_folder, shard_of
+from safeckpt.file.folder import INDEX, CheckpointFolder, ShardFile, is_folder, open_folder, shard_of
 from safeckpt.file.read import CheckpointFile, open_file, verify
 from safeckpt.file.report import FileReport
 from safeckpt.file.trailer import FORMAT_VERSION
@@ -17,6 +17,7 @@ __all__ = [
     "ShardFile",
     "WrittenFile",
     "encode",
+    "is_folder",
     "open_file",
     "open_folder",
     "prepare",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
 
-__all__ = ["INDEX", "CheckpointFolder", "ShardFile", "open_folder", "shard_of"]
+__all__ = ["INDEX", "CheckpointFolder", "ShardFile", "is_folder", "open_folder", "shard_of"]
 
 INDEX = "safeckpt.pt"
 
@@ -40,6 +40,12 @@ def shard_of(path: Path) -> ShardFile:
         return path.name, size, root_of(source.crcs(chunks), size)
     finally:
         source.close()
+
+
+def is_folder(path: str | os.PathLike[str]) -> bool:
+    """Return whether this is a sharded checkpoint, or what is left of one."""
+    path = Path(path)
+    return path.is_dir() and ((path / INDEX).exists() or next(path.glob("*.distcp"), None) is not None)
 
 
 def open_folder(path: str | os.PathLike[str]) -> CheckpointFolder:

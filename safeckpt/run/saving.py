@@ -15,7 +15,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -25,6 +25,7 @@ from safeckpt.catalog import Checkpoint
 from safeckpt.distributed import (
     Group,
     Held,
+    differing,
     digests_of,
     drifted,
     is_sharded,
@@ -63,6 +64,9 @@ from safeckpt.state import (
 )
 
 __all__ = ["Saver"]
+
+T = TypeVar("T")
+D = TypeVar("D")
 
 
 @dataclasses.dataclass
@@ -148,6 +152,11 @@ class Saver:
 
     def save(self, step: int, *, loss: Any = None, metrics: Mapping[str, Any] | None = None) -> Checkpoint:
         """Save everything as the checkpoint of a step."""
+        if self._run.group.size > 1:
+            self._meet(f"saving step {step}", lambda: None, lambda _: None)
+        return self._save(step, loss, metrics)
+
+    def _save(self, step: int, loss: Any, metrics: Mapping[str, Any] | None) -> Checkpoint:
         run = self._run
         if self.writer.busy:
             run.event("waited", step, reason="the save before is still being written")
@@ -179,8 +188,6 @@ class Saver:
         drafts: list[_Draft] = []
 
         def part() -> tuple[Checkpoint, dict[str, str]]:
-            if self._refused is not None:
-                raise self._refused
             draft = self._capture(step, loss, metrics, compared=group.size > 1)
             drafts.append(draft)
             return draft.checkpoint, draft.digests
@@ -193,8 +200,6 @@ class Saver:
         except NonFiniteError as error:
             self._note_refusal(error)
             raise
-        finally:
-            self._refused = None
         draft = drafts[0]
         draft.checkpoint = dataclasses.replace(checkpoint, path=draft.checkpoint.path)
         return draft, drifting
@@ -237,13 +242,7 @@ class Saver:
         if self._drift == "ignore":
             return
 
-        def decide(fingerprints: list[dict[str, str]]) -> list[str]:
-            first = fingerprints[0]
-            return sorted(
-                {name for one in fingerprints for name in first.keys() | one.keys() if first.get(name) != one.get(name)}
-            )
-
-        names = group.together(what, lambda: replica_fingerprints(draft.captured), decide)
+        names = group.together(what, lambda: replica_fingerprints(draft.captured), differing)
         step = draft.checkpoint.step
         self._run.event("replicas_differ", step, ranks=ranks, names=names[:20], names_total=len(names))
         if self._drift == "error":
@@ -402,7 +401,7 @@ class Saver:
             self._replay.ended(step, loss)
             due = run.due.at(step) or stop_requested()
         if due:
-            return self.save(step, loss=loss, metrics=metrics)
+            return self._save(step, loss, metrics)
         run.step = step
         run.begun = True
         if self._refused is None:
@@ -429,23 +428,37 @@ class Saver:
         if not by_count and step % self._agree_every:
             return False
 
-        def part() -> tuple[bool, bool]:
-            if self._refused is not None:
-                raise self._refused
-            return run.due.at(step), stop_requested()
-
         def decide(answers: list[tuple[bool, bool]]) -> tuple[bool, bool]:
             return answers[0][0], any(stop for _, stop in answers)
 
-        try:
-            due, stop = run.group.together(f"ending step {step}", part, decide)
-        except NonFiniteError as error:
-            self._note_refusal(error)
-            raise
-        finally:
-            self._refused = None
+        due, stop = self._meet(f"ending step {step}", lambda: (run.due.at(step), stop_requested()), decide)
         self.stop_agreed = stop
         return due or stop
+
+    def _meet(self, what: str, part: Callable[[], T], decide: Callable[[list[T]], D]) -> D:
+        """Agree on something, and on what ranks have refused since the last time: all raise the earliest refusal."""
+        group = self._run.group
+        refused, self._refused = self._refused, None
+
+        def at() -> tuple[int | None, T]:
+            return None if refused is None else getattr(refused, "step", None) or 0, part()
+
+        def first(answers: list[tuple[int | None, T]]) -> tuple[int | None, D | None]:
+            steps = [(step, rank) for rank, (step, _) in enumerate(answers) if step is not None]
+            return (min(steps)[1], None) if steps else (None, decide([answer for _, answer in answers]))
+
+        def raised() -> None:
+            if refused is not None and group.rank == rank:
+                raise refused
+
+        rank, decision = group.together(what, at, first)
+        if rank is not None:
+            try:
+                group.together(what, raised)
+            except NonFiniteError as error:
+                self._note_refusal(error)
+                raise
+        return cast("D", decision)
 
     def _note_refusal(self, error: NonFiniteError) -> None:
         """Remember what another rank has refused."""

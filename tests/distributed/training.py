@@ -78,18 +78,20 @@ class Run:
         rank, size = 0, 1
         if kind != "alone":
             rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self.rank = rank
         self.model = self._parallel(model, kind, size)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.scheduler = OneCycleLR(self.optimizer, max_lr=5e-3, total_steps=2000)
+        if kind == "2d":  # the ranks of one tensor-parallel group are one consumer
+            rank, size = rank // (size // 2), 2
         sampler = DistributedSampler(digits(), size, rank, shuffle=True, seed=3)
         batches = DataLoader(digits(), batch_size=16, sampler=sampler)
         self.loader = safeckpt.ResumableLoader(batches, seed=5, convert=("world_size",))
-        self.counters = {"rank": rank, "seen": 0}
+        self.counters = {"rank": self.rank, "seen": 0}
         self.generator = torch.Generator().manual_seed(100 + rank)
         torch.manual_seed(1000 + rank)  # dropout of its own on every rank
         self._batches: Iterator[Any] | None = None
         self.bad: tuple[int, int] | None = None
-        self.rank = rank
         self.components: dict[str, Any] = {
             "model": self.model,
             "optimizer": self.optimizer,
