@@ -22,10 +22,10 @@ from safeckpt.errors import (
     LoadError,
     SkippedCheckpointWarning,
 )
-from safeckpt.file import CheckpointFile, open_file
+from safeckpt.file import INDEX, CheckpointFile, CheckpointFolder, open_file, open_folder
 from safeckpt.store import CheckpointDirectory
 
-__all__ = ["Catalog", "Checkpoint", "latest"]
+__all__ = ["Catalog", "Checkpoint", "Opened", "latest"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Checkpoint:
 
     Attributes:
         step: Optimizer steps completed when it was saved.
-        path: The file.
+        path: The file; the directory of a sharded checkpoint.
         loss: The loss given to `save`: a float, or a dict or list of floats; None when none was given.
         metrics: The metrics given to `save`, as floats.
         created_at: When it was saved, UTC.
@@ -105,6 +105,8 @@ def _from_json(value: Any) -> Any:
     return float(value) if isinstance(value, str | int) else value
 
 
+Opened = CheckpointFile | CheckpointFolder
+
 _Identity = tuple[int, int, int, int]
 
 
@@ -139,7 +141,7 @@ class Catalog:
         _remember(self._seen, path, (identity, checkpoint))
         return checkpoint
 
-    def one(self, step: int) -> Iterator[tuple[CheckpointFile, Checkpoint]]:
+    def one(self, step: int) -> Iterator[tuple[Opened, Checkpoint]]:
         """Yield (open file, checkpoint) of one step, every byte verified.
 
         Raises:
@@ -153,6 +155,22 @@ class Catalog:
         except FileNotFoundError:
             steps = self.directory.steps()
             raise CheckpointNotFoundError(directory=self.directory.path, step=step, available_steps=steps) from None
+
+    @contextlib.contextmanager
+    def opened(self, path: Path, step: int, part: int = 0, parts: int = 1) -> Iterator[tuple[Opened, Checkpoint]]:
+        """Open a checkpoint and verify every byte, or of the shards of a directory one of `parts` equal parts.
+
+        Raises:
+            LoadError: It is not good.
+            FileNotFoundError: It is not there.
+        """
+        with _opened(path) as file:
+            checkpoint = _described(file, step, path)
+            if isinstance(file, CheckpointFolder):
+                file.verify(part, parts)
+            else:
+                file.verify()
+            yield file, checkpoint
 
     def is_good(self, step: int) -> bool:
         """Tell whether every byte of a step's file is as it was written; what cannot be read is not known to be."""
@@ -201,7 +219,7 @@ class Catalog:
             skipped(path, reason)
         return tuple(found)
 
-    def good(self, rejected: dict[Path, str]) -> Iterator[tuple[CheckpointFile, Checkpoint]]:
+    def good(self, rejected: dict[Path, str]) -> Iterator[tuple[Opened, Checkpoint]]:
         """Yield (open file, checkpoint) of every good file, newest first, every byte verified.
 
         What is not good is a warning and an entry in `rejected`, path to reason. A file that is gone when it is to
@@ -250,6 +268,8 @@ def _identity(path: Path) -> _Identity:
         if error.errno in (errno.ENOENT, errno.ELOOP) and path.is_symlink():
             raise DamagedCheckpointError(path=path, reason="it is a link that leads nowhere") from None
         raise
+    if stat.S_ISDIR(status.st_mode) and (index := path / INDEX).is_file():
+        return _identity(index)  # which says what every other file in it has to be
     if not stat.S_ISREG(status.st_mode):
         kind = "a directory" if stat.S_ISDIR(status.st_mode) else "no regular file"
         raise DamagedCheckpointError(path=path, reason=f"it is {kind}")
@@ -257,9 +277,9 @@ def _identity(path: Path) -> _Identity:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[CheckpointFile]:
+def _opened(path: Path) -> Iterator[Opened]:
     _identity(path)  # a pipe would be waited for for ever
-    with open_file(path) as file:
+    with open_folder(path) if path.is_dir() else open_file(path) as file:
         yield file
 
 
@@ -269,7 +289,7 @@ def _remember(cache: OrderedDict[Path, Any], path: Path, entry: tuple[_Identity,
         cache.popitem(last=False)
 
 
-def _described(file: CheckpointFile, step: int, path: Path) -> Checkpoint:
+def _described(file: Opened, step: int, path: Path) -> Checkpoint:
     file.check_structure()
     header = file.header()
     if header is None:
@@ -282,7 +302,7 @@ def _described(file: CheckpointFile, step: int, path: Path) -> Checkpoint:
     return checkpoint
 
 
-def _verified(file: CheckpointFile, step: int, path: Path) -> Checkpoint:
+def _verified(file: Opened, step: int, path: Path) -> Checkpoint:
     """Return the checkpoint in an open file after checking every byte of it."""
     checkpoint = _described(file, step, path)
     file.verify()

@@ -2,12 +2,13 @@
 
 ::
 
-    SafeckptError(Exception)                                .path
+    SafeckptError(Exception)                                .path .rank
     |- SaveError                                            nothing was committed; earlier files untouched
     |  |- NonFiniteError            (+ ValueError)           .step .loss .tensors
     |  |- UnsavableStateError       (+ TypeError)            .location .type_name
     |  |- StepExistsError           (+ FileExistsError)      .step
-    |  `- DirectoryInUseError       (+ FileExistsError)      .directory .steps
+    |  |- DirectoryInUseError       (+ FileExistsError)      .directory .steps
+    |  `- ReplicaDriftError         (+ ArithmeticError)      .ranks .names
     |- LoadError                                            no object was changed
     |  |- CheckpointNotFoundError   (+ FileNotFoundError)    .directory .step .available_steps
     |  |- DamagedCheckpointError    (+ RuntimeError)         .reason .record
@@ -22,13 +23,18 @@
     |- DirectoryLockedError         (+ TimeoutError)         .pid .host
     |- ReplayMismatchError          (+ ArithmeticError)      .step .recorded .recomputed .changed
     |- ProofError                   (+ RuntimeError)         .run .exit_code
+    |- GroupError                                           several processes could not act as one
+    |  |- RankLostError             (+ RuntimeError)         .lost .timeout_seconds
+    |  |- RankFailedError           (+ RuntimeError)         .type_name
+    |  `- DirectoryNotSharedError   (+ FileNotFoundError)    .directory
     `- DurabilityUnknownError       (+ OSError)              .step; committed, but maybe not yet on the disk
     SafeckptWarning(UserWarning)
     |- SkippedCheckpointWarning         a file that is not good was passed over
     |- EnvironmentChangedWarning        bits may differ from the run that saved
     |- UncapturedStateWarning           something that training depends on is not in the checkpoint
     |- HyperparameterReplacedWarning    the file's value replaced the script's
-    `- ReplayMismatchWarning            a recomputed loss differs from the recorded one
+    |- ReplayMismatchWarning            a recomputed loss differs from the recorded one
+    `- ReplicaDriftWarning              the ranks' copies of one model are no longer equal
 
 Every error takes its data as keywords, keeps it in attributes, builds its text from it and survives
 pickling. Its text has three parts: what happened, what is still safe, what to call next. The second base
@@ -52,16 +58,22 @@ __all__ = [
     "DamagedCheckpointError",
     "DirectoryInUseError",
     "DirectoryLockedError",
+    "DirectoryNotSharedError",
     "DurabilityUnknownError",
     "EnvironmentChangedWarning",
     "FormatVersionError",
+    "GroupError",
     "HyperparameterReplacedWarning",
     "LoadError",
     "NoGoodCheckpointError",
     "NonFiniteError",
     "ProofError",
+    "RankFailedError",
+    "RankLostError",
     "ReplayMismatchError",
     "ReplayMismatchWarning",
+    "ReplicaDriftError",
+    "ReplicaDriftWarning",
     "RestoreError",
     "RollbackError",
     "RollbackLoopError",
@@ -84,9 +96,11 @@ class SafeckptError(Exception):
 
     Attributes:
         path: The file or directory the error is about, None when it is about neither.
+        rank: The process of a group in which it happened, None when there is no group.
     """
 
     path: str | None = None
+    rank: int | None = None
 
     def __init__(self, happened: str, safe: str = "", next_step: str = "", *, path: object = None) -> None:
         parts = [happened]
@@ -219,6 +233,35 @@ class DirectoryInUseError(SaveError, FileExistsError):
         self.errno = errno.EEXIST
         self.directory = str(directory)
         self.steps = tuple(steps)
+
+
+class ReplicaDriftError(SaveError, ArithmeticError):
+    """The ranks hold copies of one model, and they are no longer equal.
+
+    Attributes:
+        ranks: Ranks whose copy differs from that of rank 0.
+        names: Tensors and values that differ, sorted.
+    """
+
+    def __init__(self, *, step: int, ranks: Sequence[int], names: Sequence[str], path: object = None) -> None:
+        super().__init__(
+            drift_text(step, ranks, names),
+            "nothing was written, no file was changed.",
+            "find what the ranks do differently (an update outside of the wrapper, a seed, a skipped step); "
+            "manager.rollback(changed=True) makes them equal again.",
+            path=path,
+        )
+        self.ranks = tuple(ranks)
+        self.names = tuple(names)
+
+
+def drift_text(step: int, ranks: Sequence[int], names: Sequence[str]) -> str:
+    """Return what a drift of replicas is, for the error and the warning."""
+    listed = ", ".join(str(rank) for rank in ranks[:_SHOWN]) + (", ..." if len(ranks) > _SHOWN else "")
+    return (
+        f"At step {step} the copies of rank(s) {listed} are no longer equal to that of rank 0, in {len(names)} "
+        f"place(s):\n  {_some(names)}"
+    )
 
 
 class DurabilityUnknownError(SafeckptError, OSError):
@@ -488,6 +531,70 @@ class ProofError(SafeckptError, RuntimeError):
         self.exit_code = exit_code
 
 
+class GroupError(SafeckptError):
+    """The processes of a group could not act as one: nothing was committed by this call."""
+
+
+class RankLostError(GroupError, RuntimeError):
+    """A process of the group is gone, or did not answer in time.
+
+    Attributes:
+        lost: The rank that is missing, as far as this process knows.
+        timeout_seconds: How long it was waited for at most.
+    """
+
+    def __init__(
+        self, *, what: str, lost: int | None, timeout_seconds: float, reason: str, path: object = None
+    ) -> None:
+        who = "a rank" if lost is None else f"rank {lost}"
+        super().__init__(
+            f"While {what}, {who} was lost: {reason}.",
+            "every checkpoint that was committed before; what was being written is in no listing.",
+            f"end this process and start the group again (torchrun does), then restore(). {timeout_seconds:g} seconds "
+            "are waited for a rank that hangs: rank_timeout_seconds.",
+            path=path,
+        )
+        self.lost = lost
+        self.timeout_seconds = timeout_seconds
+
+
+class RankFailedError(GroupError, RuntimeError):
+    """Another process of the group failed with an error that is not the library's own.
+
+    Attributes:
+        type_name: Class of that error.
+    """
+
+    def __init__(self, *, what: str, rank: int, type_name: str, reason: str, path: object = None) -> None:
+        super().__init__(
+            f"While {what}, rank {rank} failed with {type_name}: {reason}.",
+            "every checkpoint that was committed before.",
+            f"see the error of rank {rank}.",
+            path=path,
+        )
+        self.rank = rank
+        self.type_name = type_name
+
+
+class DirectoryNotSharedError(GroupError, FileNotFoundError):
+    """A rank does not see what rank 0 wrote: the directory is not one directory for all of them.
+
+    Attributes:
+        directory: The directory.
+    """
+
+    def __init__(self, *, directory: object, rank: int, name: str, waited_seconds: float) -> None:
+        super().__init__(
+            f"Rank {rank} does not see {name}, which is in {directory} for rank 0, after {waited_seconds:g} seconds.",
+            "every checkpoint that was committed before.",
+            "give all ranks one directory on a file system that their nodes share; a local disk in each node is none.",
+            path=directory,
+        )
+        self.errno = errno.ENOENT
+        self.rank = rank
+        self.directory = str(directory)
+
+
 class SafeckptWarning(UserWarning):
     """Base of every warning that safeckpt gives."""
 
@@ -510,3 +617,7 @@ class HyperparameterReplacedWarning(SafeckptWarning):
 
 class ReplayMismatchWarning(SafeckptWarning):
     """A loss computed again after a restart differs from the one on record."""
+
+
+class ReplicaDriftWarning(SafeckptWarning):
+    """The ranks hold copies of one model, and they are no longer equal."""

@@ -150,8 +150,9 @@ def verify(path: str | os.PathLike[str]) -> FileReport:
     """Check every byte of a file and return what it is.
 
     Args:
-        path: A file that `save`, a `CheckpointManager` or plain `torch.save` wrote. A file of plain torch can be
-            checked by its record CRCs only; the report then says `self_proving=False`.
+        path: A file that `save`, a `CheckpointManager` or plain `torch.save` wrote, or the directory of a sharded
+            checkpoint. A file of plain torch can be checked by its record CRCs only; the report then says
+            `self_proving=False`.
 
     Returns:
         The report.
@@ -164,5 +165,5 @@ def verify(path: str | os.PathLike[str]) -> FileReport:
     Cost:
         Reads the file once, at the speed of the disk or of CRC-32 on a few threads. Builds no tensor.
     """
-    with _file.open_file(path) as opened:
+    with _file.open_folder(path) if _file.is_folder(path) else _file.open_file(path) as opened:
         return opened.verify()

@@ -10,8 +10,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from safeckpt.arguments import checked_names, checked_step
+from safeckpt.arguments import checked_names, checked_seconds, checked_step
 from safeckpt.catalog import Checkpoint
+from safeckpt.distributed import in_group
 from safeckpt.errors import CheckpointNotFoundError, UncapturedStateWarning
 from safeckpt.replay import Replay, ReplayPolicy, ReplayReport
 from safeckpt.run import Restorer, Rollbacks, Saver, Timeline
@@ -53,6 +54,11 @@ class CheckpointManager:
         stop_signals: Signals that ask the run to stop, for example `(signal.SIGTERM, signal.SIGUSR1)`: the next
             `end_step` saves, and `stop_requested` is True. Only in the main thread.
         lock_timeout_seconds: How long to wait for another writer of the directory.
+        rank_timeout_seconds: With an initialised process group: how long to wait for a process that does not answer.
+            One that has died is noticed at once.
+        on_replica_drift: With a process group: what it is when the ranks' copies of what they train together are no
+            longer equal: `"warn"` for a `ReplicaDriftWarning`, `"error"` for a `ReplicaDriftError`, `"ignore"`.
+        agree_every: With a process group: the ranks agree on losses, signals and clocks at least every so many steps.
 
     Raises:
         TypeError: An argument or a component is of a kind that is not accepted; the text names those that are.
@@ -88,9 +94,13 @@ class CheckpointManager:
         on_replay_mismatch: ReplayPolicy = "warn",
         stop_signals: Iterable[int] = (),
         lock_timeout_seconds: float = 10.0,
+        rank_timeout_seconds: float = 600.0,
+        on_replica_drift: ReplayPolicy = "warn",
+        agree_every: int = 10,
     ) -> None:
         files = CheckpointDirectory(directory)
-        self._run = Timeline(files, WriterLock(directory, lock_timeout_seconds), SaveSchedule(save_every))
+        lock = WriterLock(directory, lock_timeout_seconds)
+        self._run = Timeline(files, lock, SaveSchedule(save_every), checked_seconds(rank_timeout_seconds))
         pruning = Pruning(files, self._run.catalog, keep_last, keep_best, keep_every)
         if not isinstance(guard, Guard):
             raise TypeError(f"guard must be a Guard; got {type(guard).__name__}")
@@ -100,6 +110,10 @@ class CheckpointManager:
             raise TypeError(f"async_save must be True or False; got {async_save!r}")
         if grads is not None and not isinstance(grads, bool):
             raise TypeError(f"grads must be True, False or None; got {grads!r}")
+        if on_replica_drift not in ("warn", "error", "ignore"):
+            raise ValueError(f"on_replica_drift must be 'warn', 'error' or 'ignore'; got {on_replica_drift!r}")
+        if isinstance(agree_every, bool) or not isinstance(agree_every, int) or agree_every < 1:
+            raise ValueError(f"agree_every must be an int, 1 or more; got {agree_every!r}")
         self._components = register(components)
         self._replay = Replay(files.losses, on_replay_mismatch, self._run.event, lambda: self._run.lock.held)
         self._restorer = Restorer(self._run, self._components)
@@ -115,6 +129,8 @@ class CheckpointManager:
             pruning=pruning,
             replay=self._replay,
             asynchronous=async_save,
+            drift=on_replica_drift,
+            agree_every=agree_every,
         )
 
     @property
@@ -134,8 +150,11 @@ class CheckpointManager:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether one of `stop_signals` has come: a loop can ask during evaluation or warm-up, and leave."""
-        return self._signals.requested
+        """Whether one of `stop_signals` has come: a loop can ask during evaluation or warm-up, and leave.
+
+        With a process group: whether all ranks know that one of them got it, which is at the end of the same step.
+        """
+        return self._saver.stop_agreed if in_group() else self._signals.requested
 
     def __enter__(self) -> Self:
         return self
@@ -154,7 +173,8 @@ class CheckpointManager:
         finally:
             self._run.closed = True
             try:
-                self._replay.close()
+                if self._run.leads:
+                    self._replay.close()
             finally:
                 self._run.lock.release()
                 self._signals.restore()
@@ -252,7 +272,7 @@ class CheckpointManager:
         Warns:
             ReplayMismatchWarning: The loss differs from the recorded one: the resumed run is another run.
         """
-        return self._saver.end_step(step, loss=loss, metrics=metrics, stop_requested=lambda: self.stop_requested)
+        return self._saver.end_step(step, loss=loss, metrics=metrics, stop_requested=lambda: self._signals.requested)
 
     # -- restoring ---------------------------------------------------------------------------------------------------
 
@@ -299,19 +319,18 @@ class CheckpointManager:
         if step is not None:
             step = checked_step(step)
         self.wait()
-        if step is not None and step not in run.files.steps():
-            raise CheckpointNotFoundError(directory=run.files.path, step=step, available_steps=run.files.steps())
         rejected: dict[Path, str] = {}
         found = self._restorer.restored(step, only, keep_live, rejected)
         if found is None:
             return None
-        checkpoint, ready = found
+        checkpoint, ready, resized = found
         whole = only is None or set(self._components) <= set(only)
         if whole:
             run.adopt(checkpoint)
-            same = not keep_live and (step is None or not run.left) and (only is None or "rng" in only)
+        if run.leads and whole:
+            same = not keep_live and (step is None or not run.left) and (only is None or "rng" in only) and not resized
             self._replay.restored(checkpoint.step, same=same, changed=ready.environment)
-        else:
+        elif run.leads:
             self._replay.left(run.saved)
         self._restorer.report(checkpoint, ready, rejected, "restored", only=None if only is None else list(only))
         return checkpoint
@@ -351,13 +370,23 @@ class CheckpointManager:
         run = self._run
         run.refuse_closed()
         self.wait()
-        left_out = self._rollbacks.batches_to_leave_out(skip_batches)
-        failing, why = run.failed or (run.step + 1, "no save or step was refused")
+
+        def begun() -> tuple[dict[str, Any], int, str]:
+            left_out = self._rollbacks.batches_to_leave_out(skip_batches, self._saver.handed_out)
+            failing, why = run.failed or (run.step + 1, "no save or step was refused")
+            changes = changed or skip_batches > 0
+            self._rollbacks.refuse_loop(failing, changes=changes)
+            if run.saved is None:
+                raise CheckpointNotFoundError(directory=run.files.path)
+            if run.leads:
+                run.enter_directory()
+            mine.append(left_out)
+            return left_out, failing, why
+
+        mine: list[dict[str, Any]] = []
+        group = run.group
+        _, failing, why = group.together("rolling back", begun, lambda answers: answers[0])
         changes = changed or skip_batches > 0
-        self._rollbacks.refuse_loop(failing, changes=changes)
-        if run.saved is None:
-            raise CheckpointNotFoundError(directory=run.files.path)
-        run.enter_directory()
         rejected: dict[Path, str] = {}
         source = "memory"
         found = self._restorer.restored_from_memory(self._saver.copied)
@@ -366,15 +395,15 @@ class CheckpointManager:
             found = self._restorer.restored(None, None, (), rejected)
         if found is None:
             raise CheckpointNotFoundError(directory=run.files.path)
-        checkpoint, ready = found
-        for component, positions in left_out.items():
+        checkpoint, ready, _ = found
+        for component, positions in mine[0].items():
             self._components[component].obj.leave_out(positions)
         run.adopt(checkpoint)
-        self._replay.restored(checkpoint.step, same=not changes)
+        if run.leads:
+            self._replay.restored(checkpoint.step, same=not changes)
         run.rollbacks.append((failing, changes))
-        if run.left:
-            run.enter_directory()
-        data = {"failed_step": failing, "why": why, "left_out": left_out, "changed": changed, "source": source}
+        group.together("setting aside", lambda: run.enter_directory() if run.leads and run.left else None)
+        data = {"failed_step": failing, "why": why, "left_out": mine[0], "changed": changed, "source": source}
         self._restorer.report(checkpoint, ready, rejected, "rolled_back", **data)
         _log.info("rolled back from step %d to step %d", failing, checkpoint.step)
         return checkpoint

@@ -52,6 +52,11 @@ class SaveSchedule:
         self._since = time.monotonic()
         self._step = 0
 
+    @property
+    def counts(self) -> bool:
+        """Whether it goes by steps alone, which is the same for every process of a run."""
+        return not isinstance(self._every, dt.timedelta)
+
     def at(self, step: int) -> bool:
         """Return whether a save is due at this step."""
         if isinstance(self._every, dt.timedelta):

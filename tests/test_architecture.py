@@ -21,6 +21,7 @@ RANKS = {
     "arguments": 2,
     "signals": 2,
     "background": 2,
+    "distributed": 2,
     "catalog": 2,
     "loader": 2,
     "functional": 3,
@@ -144,6 +145,8 @@ def test_public_names_are_pinned():
         "RollbackLoopError", "DirectoryLockedError", "DurabilityUnknownError", "ReplayMismatchError", "ProofError",
         "SafeckptWarning", "SkippedCheckpointWarning", "EnvironmentChangedWarning", "UncapturedStateWarning",
         "HyperparameterReplacedWarning", "ReplayMismatchWarning",
+        "GroupError", "RankLostError", "RankFailedError", "DirectoryNotSharedError", "ReplicaDriftError",
+        "ReplicaDriftWarning",
     }  # fmt: skip
     assert set(safeckpt.__all__) == contract
 

@@ -15,8 +15,8 @@ from safeckpt.catalog import Catalog, reason_of
 from safeckpt.cli.contents import read
 from safeckpt.cli.screen import Screen, size
 from safeckpt.errors import LoadError
-from safeckpt.file import verify
-from safeckpt.functional import save
+from safeckpt.file import is_folder
+from safeckpt.functional import save, verify
 from safeckpt.store import (
     Best,
     CheckpointDirectory,
@@ -60,7 +60,7 @@ def _short(path: Path, asked: Sequence[str]) -> str:
 
 
 def _files_of(path: Path) -> list[Path]:
-    if not path.is_dir():
+    if not path.is_dir() or is_folder(path):
         return [path]
     directory = CheckpointDirectory(path)
     found = [directory.path_of(step) for step in directory.steps()] + [aside.path for aside in directory.asides()]

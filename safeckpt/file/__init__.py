@@ -1,6 +1,7 @@
 """Payload <-> bytes of one file: encode, write, checksum, read, verify."""
 
 from safeckpt.file.encode import encode
+from safeckpt.file.folder import INDEX, CheckpointFolder, ShardFile, is_folder, open_folder, shard_of
 from safeckpt.file.read import CheckpointFile, open_file, verify
 from safeckpt.file.report import FileReport
 from safeckpt.file.trailer import FORMAT_VERSION
@@ -8,13 +9,19 @@ from safeckpt.file.write import PreparedFile, WrittenFile, prepare, write_file
 
 __all__ = [
     "FORMAT_VERSION",
+    "INDEX",
     "CheckpointFile",
+    "CheckpointFolder",
     "FileReport",
     "PreparedFile",
+    "ShardFile",
     "WrittenFile",
     "encode",
+    "is_folder",
     "open_file",
+    "open_folder",
     "prepare",
+    "shard_of",
     "verify",
     "write_file",
 ]

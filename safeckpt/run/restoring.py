@@ -1,25 +1,60 @@
-"""Restoring: find the checkpoint, check all of it, and only then change the first object."""
+"""Restoring: find the checkpoint, check all of it, and only then change the first object.
+
+Several processes restore the same step: the newest one that every one of them can read.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from safeckpt.catalog import Checkpoint, reason_of, skipped
+import torch
+
+from safeckpt.catalog import Checkpoint, Opened, reason_of, skipped
+from safeckpt.distributed import Held, holds_shards, payload_for, read_shards, with_places
 from safeckpt.errors import (
+    CheckpointNotFoundError,
     DamagedCheckpointError,
     EnvironmentChangedWarning,
+    FormatVersionError,
     HyperparameterReplacedWarning,
     LoadError,
     NoGoodCheckpointError,
 )
-from safeckpt.file import CheckpointFile
 from safeckpt.run.timeline import Timeline
-from safeckpt.state import RESERVED_KEY, Baseline, Component, Plan, guard_from_record, plan
+from safeckpt.state import RESERVED_KEY, Baseline, Component, Guard, Plan, guard_from_record, plan
 
 __all__ = ["Restorer"]
+
+
+class _Wanted(NamedTuple):
+    """What a caller asked for; see `CheckpointManager.restore`."""
+
+    step: int | None
+    only: Collection[str] | None
+    keep_live: Collection[str]
+
+
+class _Ready(NamedTuple):
+    """A restore that has passed every check.
+
+    Attributes:
+        plan: What will be applied.
+        held: Tensors of it that the shards have to fill.
+        guard: What has to be finite.
+        resized: Whether the run had another number of processes.
+        looked_at: To be told of memory that is not needed again before it is copied.
+    """
+
+    plan: Plan
+    held: Held
+    guard: Guard
+    resized: bool
+    looked_at: Callable[[torch.Tensor], None]
 
 
 class Restorer:
@@ -40,41 +75,109 @@ class Restorer:
         only: Collection[str] | None,
         keep_live: Collection[str],
         rejected: dict[Path, str],
-    ) -> tuple[Checkpoint, Plan] | None:
-        """Restore a step, or the newest good one; what was passed over on the way is added to `rejected`."""
-        candidates = self._run.catalog.good(rejected) if step is None else self._run.catalog.one(step)
+    ) -> tuple[Checkpoint, Plan, bool] | None:
+        """Restore a step, or the newest good one; what was passed over on the way is added to `rejected`.
+
+        Returns:
+            The checkpoint, what was applied, and whether the run had another number of processes; None when there is
+            no checkpoint.
+        """
+        together = self._run.group.size > 1
+        found = (self._restored_by_all if together else self._restored)(_Wanted(step, only, keep_live), rejected)
+        if found is None and rejected:
+            raise NoGoodCheckpointError(
+                directory=self._run.files.path, rejected=[(str(path), reason) for path, reason in rejected.items()]
+            )
+        return found
+
+    def _restored(self, wanted: _Wanted, rejected: dict[Path, str]) -> tuple[Checkpoint, Plan, bool] | None:
+        run, step = self._run, wanted.step
+        if step is not None and step not in run.files.steps():
+            raise CheckpointNotFoundError(directory=run.files.path, step=step, available_steps=run.files.steps())
+        candidates = run.catalog.good(rejected) if step is None else run.catalog.one(step)
         for file, checkpoint in candidates:
             try:
-                ready = self._plan(file, only, keep_live)
+                ready = self._ready(file, wanted)
+                self._fill(ready, checkpoint.path)
             except LoadError as error:
                 if step is not None:
                     raise
                 reason = reason_of(error)
             else:
-                ready.apply()
-                return checkpoint, ready
+                ready.plan.apply()
+                return checkpoint, ready.plan, ready.resized
             rejected[checkpoint.path] = reason
             skipped(checkpoint.path, reason)
-        if rejected:
-            raise NoGoodCheckpointError(
-                directory=self._run.files.path, rejected=[(str(path), reason) for path, reason in rejected.items()]
-            )
         return None
 
-    def restored_from_memory(self, copied: tuple[int, dict[str, Any]] | None) -> tuple[Checkpoint, Plan] | None:
-        """Restore the copy that an asynchronous save left, when it is of the newest checkpoint and that is on disk."""
-        if copied is None or copied[0] != self._run.saved or not self._run.catalog.is_good(self._run.saved):
-            return None
-        checkpoint = self._run.catalog.peek(self._run.saved)
-        ready = plan(self._components, copied[1], path=checkpoint.path)
-        ready.apply()
-        return checkpoint, ready
+    def _restored_by_all(self, wanted: _Wanted, rejected: dict[Path, str]) -> tuple[Checkpoint, Plan, bool] | None:
+        """Do the same on all ranks: what one of them cannot read, none of them takes."""
+        run, step = self._run, wanted.step
+        group = run.group
+        tried: set[int] = set()
 
-    def _plan(self, file: CheckpointFile, only: Collection[str] | None, keep_live: Collection[str]) -> Plan:
-        """Check everything about a restore.
+        def next_one(lists: list[list[int]]) -> tuple[int, str] | None:
+            if step is not None and step not in lists[0]:
+                raise CheckpointNotFoundError(directory=run.files.path, step=step, available_steps=lists[0])
+            left = [one for one in lists[0] if one not in tried] if step is None else [step]
+            return (left[-1], run.files.path_of(left[-1]).name) if left else None
+
+        while True:
+            target = group.together(
+                "looking for a checkpoint", lambda: run.files.steps() if group.leads else [], next_one
+            )
+            if target is None:
+                return None
+            number, name = target
+            path = run.files.path / name
+            tried.add(number)
+            with contextlib.ExitStack() as opened:
+                found: list[tuple[Checkpoint, _Ready]] = []
+                reason = self._read_by_all(path, number, wanted, opened, found)
+                if reason is None:
+                    checkpoint, ready = found[0]
+                    group.together(f"restoring step {number}", ready.plan.apply)
+                    return checkpoint, ready.plan, ready.resized
+            rejected[path] = reason
+            if group.leads:
+                skipped(path, reason)
+
+    def _read_by_all(
+        self,
+        path: Path,
+        step: int,
+        wanted: _Wanted,
+        opened: contextlib.ExitStack,
+        found: list[tuple[Checkpoint, _Ready]],
+    ) -> str | None:
+        """Read a checkpoint on every rank; return why it is not good, or None and what was read in `found`."""
+        run = self._run
+        group = run.group
+        what = f"reading step {step}"
+        named = wanted.step is not None
+
+        def first(answers: list[str | None]) -> str | None:
+            return next((f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if answer is not None), None)
+
+        def read() -> str | None:
+            run.look_for(path)
+            with _reasons(named=named) as reasons:
+                file, checkpoint = opened.enter_context(run.catalog.opened(path, step, group.rank, group.size))
+                found.append((checkpoint, self._ready(file, wanted)))
+            return reasons[0] if reasons else None
+
+        def filled() -> str | None:
+            with _reasons(named=named) as reasons:
+                self._fill(found[0][1], path)
+            return reasons[0] if reasons else None
+
+        return group.together(what, read, first) or group.together(what, filled, first)
+
+    def _ready(self, file: Opened, wanted: _Wanted) -> _Ready:
+        """Check everything about a restore; of shards, all but their values.
 
         Raises:
-            LoadError: What is in the file is not what a manager saves, or not finite.
+            LoadError: What is in the file is not what a manager saves.
             RestoreError: It does not fit the live objects.
         """
         payload, mapped = file.load_mapped()
@@ -84,12 +187,40 @@ class Restorer:
             guard = guard_from_record((file.header() or {})["guard"])
         except (KeyError, TypeError) as error:
             raise DamagedCheckpointError(path=file.path, reason="its header does not say what was guarded") from error
-        ready = plan(self._components, payload, only=only, keep_live=keep_live, path=file.path, read=mapped.read)
-        # The guard that it passed when it was saved judges it again.
-        bad = Baseline({}).judge(ready.parts, guard, mapped.forget).bad
+        group = self._run.group
+        sharded = holds_shards(payload)
+        payload, changes = payload_for(payload, self._components, group.rank, group.size)
+        held: Held = {}
+        if sharded:
+            payload, held = with_places(payload, self._components)
+        ready = plan(
+            self._components, payload, only=wanted.only, keep_live=wanted.keep_live, path=file.path, read=mapped.read
+        )
+        if ready.rng is not None:
+            ready.environment.extend(changes)
+        return _Ready(ready, held, guard, bool(changes), mapped.forget)
+
+    def _fill(self, ready: _Ready, path: Path) -> None:
+        """Read the shards, and let the guard that the state passed when it was saved judge it again.
+
+        Raises:
+            LoadError: They cannot be read, or the state is not finite.
+        """
+        if ready.held:
+            read_shards(ready.held, path, self._run.group)
+        bad = Baseline({}).judge(ready.plan.parts, ready.guard, ready.looked_at).bad
         if bad:
-            raise DamagedCheckpointError(path=file.path, reason=f"it is not finite ({bad[0]})")
-        return ready
+            raise DamagedCheckpointError(path=path, reason=f"it is not finite ({bad[0]})")
+
+    def restored_from_memory(self, copied: tuple[int, dict[str, Any]] | None) -> tuple[Checkpoint, Plan, bool] | None:
+        """Restore the copy that an asynchronous save left, when it is of the newest checkpoint and that is on disk."""
+        run = self._run
+        if copied is None or run.group.size > 1 or copied[0] != run.saved or not run.catalog.is_good(run.saved):
+            return None
+        checkpoint = run.catalog.peek(run.saved)
+        ready = plan(self._components, copied[1], path=checkpoint.path)
+        ready.apply()
+        return checkpoint, ready, False
 
     def report(self, checkpoint: Checkpoint, ready: Plan, rejected: Mapping[Path, str], kind: str, **data: Any) -> None:
         """Tell history and caller what a restore passed over and replaced."""
@@ -116,3 +247,25 @@ class Restorer:
                 EnvironmentChangedWarning,
                 stacklevel=3,
             )
+
+
+@contextlib.contextmanager
+def _reasons(*, named: bool) -> Iterator[list[str]]:
+    """Turn what makes a file not good into a reason, so that an older one is tried; not when it was asked for."""
+    found: list[str] = []
+    try:
+        yield found
+    except FormatVersionError:
+        raise
+    except LoadError as error:
+        if named:
+            raise
+        found.append(reason_of(error))
+    except FileNotFoundError as error:
+        if named:
+            raise
+        found.append(f"it is gone ({error})")
+    except OSError as error:
+        if named or error.errno != errno.EIO:
+            raise
+        found.append(str(error))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
 
 from safeckpt.errors import RollbackLoopError
 from safeckpt.run.timeline import Timeline
@@ -37,8 +37,16 @@ class Rollbacks:
             return
         raise RollbackLoopError(step=failing, attempts=attempts, reason=reason, path=self._run.files.path)
 
-    def batches_to_leave_out(self, count: int) -> dict[str, Any]:
-        """Return the positions that each loader is to leave out when it goes on, also from earlier rollbacks."""
+    def batches_to_leave_out(
+        self, count: int, handed_out: Iterable[tuple[int, Mapping[str, Any]]] = ()
+    ) -> dict[str, Any]:
+        """Return the positions that each loader is to leave out when it goes on, also from earlier rollbacks.
+
+        Args:
+            count: How many of the batches handed out last.
+            handed_out: For steps that ended lately, the last batch that each loader had handed out by then: several
+                processes learn of a refused step some steps later, and the batches since then are not to blame.
+        """
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
             raise ValueError(f"skip_batches must be an int, 0 or more; got {count!r}")
         able = {name: c.obj for name, c in self._components.items() if hasattr(c.obj, "leave_out")}
@@ -48,8 +56,22 @@ class Rollbacks:
                 "safeckpt.ResumableLoader and register it"
             )
         # What was left out before stays out: the checkpoint may be older than that decision.
+        failing = None if self._run.failed is None else self._run.failed[0]
+        last = next((positions for step, positions in handed_out if step == failing), {})
         left_out = {
-            name: sorted({*getattr(loader, "left_out", ()), *(loader.last_batches(count) if count else ())})
+            name: sorted({*getattr(loader, "left_out", ()), *_last(loader, count, last.get(name, ()))})
             for name, loader in able.items()
         }
         return {name: positions for name, positions in left_out.items() if positions}
+
+
+def _last(loader: Any, count: int, upto: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+    """Return the last `count` batches handed out, or those up to one of them."""
+    if not count:
+        return ()
+    if not upto:
+        return cast("Sequence[tuple[int, int]]", loader.last_batches(count))
+    since = 1
+    while (batches := loader.last_batches(since))[:1] and batches[0] > upto[0] and len(batches) == since:
+        since += 1
+    return cast("Sequence[tuple[int, int]]", loader.last_batches(since - 1 + count)[:count])

@@ -1,4 +1,8 @@
-"""Saving: capture, guard, write, commit, and only then prune."""
+"""Saving: capture, guard, write, commit, and only then prune.
+
+With several processes each of these is done on all ranks, or on rank 0 for all, and none of them goes on before it is
+known that it has succeeded everywhere.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +11,89 @@ import datetime as dt
 import math
 import os
 import secrets
+import warnings
+from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import torch
 
 from safeckpt.arguments import as_floats, as_numbers, checked_metrics, checked_step
 from safeckpt.background import BackgroundWriter
 from safeckpt.catalog import Checkpoint
-from safeckpt.errors import NonFiniteError, StepExistsError
-from safeckpt.file import PreparedFile, encode, prepare
+from safeckpt.distributed import (
+    Group,
+    Held,
+    differing,
+    digests_of,
+    drifted,
+    is_sharded,
+    merged,
+    own_of,
+    replica_fingerprints,
+    split,
+    stage,
+    write_shards,
+)
+from safeckpt.errors import (
+    DurabilityUnknownError,
+    NonFiniteError,
+    ReplayMismatchError,
+    ReplayMismatchWarning,
+    ReplicaDriftError,
+    ReplicaDriftWarning,
+    StepExistsError,
+    drift_text,
+)
+from safeckpt.file import INDEX, PreparedFile, ShardFile, encode, prepare
 from safeckpt.replay import Replay
 from safeckpt.run.timeline import Timeline
 from safeckpt.schedule import Pruning
-from safeckpt.state import Baseline, Component, Gradients, Guard, Staging, Verdict, capture, nonfinite_loss, to_cpu
+from safeckpt.state import (
+    RESERVED_KEY,
+    Baseline,
+    Component,
+    Gradients,
+    Guard,
+    Staging,
+    Verdict,
+    capture,
+    nonfinite_loss,
+    to_cpu,
+)
 
 __all__ = ["Saver"]
+
+T = TypeVar("T")
+D = TypeVar("D")
+
+
+@dataclasses.dataclass
+class _Draft:
+    """What one rank has captured for a checkpoint.
+
+    Attributes:
+        checkpoint: What it will be.
+        captured: The payload as it was captured.
+        payload: The payload as it is written: encoded, and with place holders where there are shards.
+        held: The shards.
+        sharded: Whether it will be a directory.
+        guard: What the guard let pass.
+        digests: To compare the ranks by.
+    """
+
+    checkpoint: Checkpoint
+    captured: dict[str, Any]
+    payload: Any
+    held: Held
+    sharded: bool
+    guard: dict[str, Any]
+    digests: dict[str, str]
+
+    def header(self, **more: Any) -> dict[str, Any]:
+        """Return the header of the file."""
+        return self.checkpoint.header(guard=self.guard, **more)
 
 
 class Saver:
@@ -36,11 +107,15 @@ class Saver:
         pruning: Deletes what is no longer needed.
         replay: Records the losses.
         asynchronous: Whether a thread writes.
+        drift: What it is when replicas differ: `"warn"`, `"error"` or `"ignore"`.
+        agree_every: After how many steps the ranks agree on their losses at the latest.
 
     Attributes:
         writer: The thread.
         copied: Step and payload that the staging memory holds.
         gradients: Watches the optimizers.
+        handed_out: For steps that ended lately, the last batch that each loader had handed out by then.
+        stop_agreed: Whether all ranks know that one of them was asked to stop.
     """
 
     def __init__(
@@ -53,6 +128,8 @@ class Saver:
         pruning: Pruning,
         replay: Replay,
         asynchronous: bool,
+        drift: str,
+        agree_every: int,
     ) -> None:
         self._run = run
         self._components = components
@@ -60,19 +137,78 @@ class Saver:
         self._grads = grads
         self._pruning = pruning
         self._replay = replay
+        self._drift = drift
+        self._agree_every = agree_every
         self._staging = Staging() if asynchronous else None
         self._warmed = False
         self.writer = BackgroundWriter()
         self.copied: tuple[int, dict[str, Any]] | None = None
+        self.stop_agreed = False
+        self.handed_out: deque[tuple[int, dict[str, Any]]] = deque(maxlen=agree_every + 1)
+        self._refused: BaseException | None = None  # of a step that is over, and not told to the other ranks yet
         self._baseline = Baseline(components)
         self.gradients = Gradients(components)
 
+    # -- one checkpoint ----------------------------------------------------------------------------------------------
+
     def save(self, step: int, *, loss: Any = None, metrics: Mapping[str, Any] | None = None) -> Checkpoint:
         """Save everything as the checkpoint of a step."""
+        if self._run.group.size > 1:
+            self._meet(f"saving step {step}", lambda: None, lambda _: None)
+        return self._save(step, loss, metrics)
+
+    def _save(self, step: int, loss: Any, metrics: Mapping[str, Any] | None) -> Checkpoint:
+        run = self._run
         if self.writer.busy:
-            self._run.event("waited", step, reason="the save before is still being written")
+            run.event("waited", step, reason="the save before is still being written")
         self.writer.wait()
-        step = self._run.next_step(step)
+        group = run.group
+        what = f"saving step {step}"
+        draft, drifting = self._drafted(group, what, step, loss, metrics)
+        if drifting:
+            self._say_drift(group, what, draft, drifting)
+        owns: list[dict[str, Any]] = []
+
+        def entered() -> dict[str, Any]:
+            if group.leads:
+                run.enter_directory()
+            return {} if group.leads else encode(to_cpu(own_of(draft.captured, draft.digests, first)), root="payload")
+
+        first = draft.digests if group.leads else {}
+        first = group.together(what, lambda: first, lambda all_first: all_first[0]) if group.size > 1 else first
+        group.together(what, entered, owns.extend)
+        run.refuse_unshared(what)
+        if group.leads and group.size > 1:
+            draft.payload = merged(draft.payload, owns)
+        return self._write_sharded(group, what, draft) if draft.sharded else self._write_file(group, what, draft)
+
+    def _drafted(
+        self, group: Group, what: str, step: int, loss: Any, metrics: Mapping[str, Any] | None
+    ) -> tuple[_Draft, list[int]]:
+        """Capture and judge on every rank, and agree: return this rank's draft, and the ranks that drifted."""
+        drafts: list[_Draft] = []
+
+        def part() -> tuple[Checkpoint, dict[str, str]]:
+            draft = self._capture(step, loss, metrics, compared=group.size > 1)
+            drafts.append(draft)
+            return draft.checkpoint, draft.digests
+
+        def decide(answers: list[tuple[Checkpoint, dict[str, str]]]) -> tuple[Checkpoint, list[int]]:
+            return answers[0][0], drifted([digests for _, digests in answers])
+
+        try:
+            checkpoint, drifting = group.together(what, part, decide)
+        except NonFiniteError as error:
+            self._note_refusal(error)
+            raise
+        draft = drafts[0]
+        draft.checkpoint = dataclasses.replace(checkpoint, path=draft.checkpoint.path)
+        return draft, drifting
+
+    def _capture(self, step: int, loss: Any, metrics: Mapping[str, Any] | None, *, compared: bool) -> _Draft:
+        """Capture and judge what this process has."""
+        run = self._run
+        step = run.next_step(step)
         metrics = checked_metrics(metrics)
         bad_loss = nonfinite_loss(loss)
         gradients = self._captured_gradients()
@@ -81,66 +217,193 @@ class Saver:
         verdict.bad.extend(self.gradients.judge(gradients, self._guard))
         if bad_loss is not None or verdict.bad:
             raise self._refusal(step, loss, bad_loss, verdict)
-        payload = encode(snapshot.payload, root="payload")
+        sharded = is_sharded(snapshot.payload)
+        payload, held = split(snapshot.payload) if sharded else (snapshot.payload, {})
         checkpoint = Checkpoint(
             step=step,
-            path=self._run.files.path_of(step),
+            path=run.files.folder_of(step) if sharded else run.files.path_of(step),
             loss=as_floats(loss),
             metrics=metrics,
             created_at=dt.datetime.now(dt.UTC),
             size_bytes=0,
-            run_id=self._run.run_id or secrets.token_hex(8),  # the system's entropy: no random stream is touched
+            run_id=run.run_id or secrets.token_hex(8),  # the system's entropy: no random stream is touched
         )
-        header = checkpoint.header(guard=verdict.record(self._guard))
-        self._run.enter_directory()
+        return _Draft(
+            checkpoint,
+            captured=snapshot.payload,
+            payload=encode(payload, root="payload"),
+            held=held,
+            sharded=sharded,
+            guard=verdict.record(self._guard),
+            digests=digests_of(snapshot.payload) if compared else {},
+        )
+
+    def _say_drift(self, group: Group, what: str, draft: _Draft, ranks: list[int]) -> None:
+        """Name what differs between replicas, and warn or refuse."""
+        if self._drift == "ignore":
+            return
+
+        names = group.together(what, lambda: replica_fingerprints(draft.captured), differing)
+        step = draft.checkpoint.step
+        self._run.event("replicas_differ", step, ranks=ranks, names=names[:20], names_total=len(names))
+        if self._drift == "error":
+            raise ReplicaDriftError(step=step, ranks=ranks, names=names, path=self._run.files.path)
+        if group.leads:
+            warnings.warn(drift_text(step, ranks, names), ReplicaDriftWarning, stacklevel=4)
+
+    # -- one file ----------------------------------------------------------------------------------------------------
+
+    def _write_file(self, group: Group, what: str, draft: _Draft) -> Checkpoint:
+        """Write rank 0's payload, which holds what every rank has, as one file."""
+        checkpoint = draft.checkpoint
         if self._staging is None:
-            return self._write(checkpoint, prepare(to_cpu(payload), header=header))
-        self.copied = None
-        copied = self._staging.copy(payload)
-        self.copied = (step, copied)
-        self._run.due.saved(step)  # so that the next steps do not ask for it again while it is written
-        self.writer.start(lambda: self._write(checkpoint, prepare(copied, header=header)), f"the save of step {step}")
-        self._run.step = step
-        self._run.begun = True
+            return self._on_all(
+                group,
+                what,
+                checkpoint,
+                lambda: self._write(checkpoint, prepare(to_cpu(draft.payload), header=draft.header())),
+            )
+
+        copied: list[dict[str, Any]] = []
+
+        def staged() -> None:
+            if group.leads and self._staging is not None:
+                self.copied = None
+                copied.append(self._staging.copy(draft.payload))
+                self.copied = (checkpoint.step, copied[0])
+
+        def write() -> Checkpoint:
+            return self._write(checkpoint, prepare(copied[0], header=draft.header()))
+
+        group.together(what, staged)
+        self._start(checkpoint, lambda: self._on_all(group.for_background(), what, checkpoint, write))
         return checkpoint
 
+    def _start(self, checkpoint: Checkpoint, job: Callable[[], object]) -> None:
+        """Write in the background."""
+        run = self._run
+        run.due.saved(checkpoint.step)  # so that the next steps do not ask for it again while it is written
+        self.writer.start(job, f"the save of step {checkpoint.step}")
+        run.step = checkpoint.step
+        run.begun = True
+
+    def _on_all(self, group: Group, what: str, checkpoint: Checkpoint, write: Callable[[], Checkpoint]) -> Checkpoint:
+        """Write on rank 0, and let the others know what has become of it."""
+        try:
+            written: Checkpoint = group.together(
+                what, lambda: write() if group.leads else checkpoint, lambda answers: answers[0]
+            )
+        except DurabilityUnknownError:
+            if not group.leads:
+                self._run.committed(checkpoint)
+            raise
+        written = dataclasses.replace(written, path=checkpoint.path)
+        if not group.leads:
+            self._run.committed(written)
+        return written
+
     def _write(self, checkpoint: Checkpoint, prepared: PreparedFile) -> Checkpoint:
-        """Commit, and only then forget what is no longer needed."""
+        """Commit a file, and only then forget what is no longer needed."""
         checkpoint = dataclasses.replace(checkpoint, size_bytes=prepared.size_bytes)
+        files = self._run.files
+        return self._commit(
+            checkpoint,
+            lambda: files.commit_step(checkpoint.step, prepared.write, size_bytes=prepared.size_bytes),
+        )
+
+    def _commit(self, checkpoint: Checkpoint, commit: Callable[[], object]) -> Checkpoint:
+        run = self._run
         try:
             with self._replay.committing(checkpoint.step):
-                self._run.files.commit_step(checkpoint.step, prepared.write, size_bytes=prepared.size_bytes)
-            self._run.committed(checkpoint)
+                commit()
+            run.committed(checkpoint)
         except StepExistsError:
             raise
         except BaseException:
             if os.path.lexists(checkpoint.path):  # interrupted after the rename, or not known to be durable: saved
-                self._run.committed(checkpoint)
-                self._run.note_saved(checkpoint)
+                run.committed(checkpoint)
+                run.note_saved(checkpoint)
             raise
-        self._run.note_saved(checkpoint)
+        run.note_saved(checkpoint)
         self._pruning.prune(checkpoint.step)
         return checkpoint
+
+    # -- shards ------------------------------------------------------------------------------------------------------
+
+    def _write_sharded(self, group: Group, what: str, draft: _Draft) -> Checkpoint:
+        """Write every rank's shards into a directory, and commit that."""
+        if self._staging is None:
+            return self._write_shards(group, what, draft)
+
+        def staged() -> None:
+            draft.held = stage(draft.held)
+            draft.payload = self._staging.copy(draft.payload) if self._staging is not None and group.leads else None
+            draft.captured = {}
+
+        group.together(what, staged)
+        self._start(draft.checkpoint, lambda: self._write_shards(group.for_background(), what, draft))
+        return draft.checkpoint
+
+    def _write_shards(self, group: Group, what: str, draft: _Draft) -> Checkpoint:
+        files = self._run.files
+        checkpoint = draft.checkpoint
+        temps: list[Path] = []
+        shards: list[ShardFile] = []
+
+        def begun() -> str:
+            if group.leads:
+                temps.append(files.begin_folder(checkpoint.step))
+            return temps[0].name if temps else ""
+
+        def written() -> list[ShardFile]:
+            self._run.look_for(files.path / name)
+            return write_shards(draft.held, files.path / name, group)
+
+        try:
+            name = group.together(what, begun, lambda names: names[0])
+            group.together(what, written, lambda lists: shards.extend(shard for one in lists for shard in one))
+            return self._on_all(group, what, checkpoint, lambda: self._commit_shards(draft, temps[0], shards))
+        except BaseException:
+            if temps and temps[0].exists():
+                files.drop_folder(temps[0])
+            raise
+
+    def _commit_shards(self, draft: _Draft, temp: Path, shards: list[ShardFile]) -> Checkpoint:
+        """Write the index, which says what belongs to the checkpoint, and commit the directory."""
+        files = self._run.files
+        size = sum(one for _, one, _ in shards)
+        payload = {**draft.payload}
+        payload[RESERVED_KEY] = {**payload[RESERVED_KEY], "files": [list(shard) for shard in shards]}
+        index = prepare(to_cpu(payload), header=draft.header(shards=len(shards), shards_bytes=size))
+        files.write_inside(temp / INDEX, index.write, size_bytes=index.size_bytes)
+        checkpoint = dataclasses.replace(draft.checkpoint, size_bytes=size + index.size_bytes)
+        return self._commit(checkpoint, lambda: files.commit_folder(checkpoint.step, temp))
+
+    # -- every step --------------------------------------------------------------------------------------------------
 
     def end_step(
         self, step: int, *, loss: Any, metrics: Mapping[str, Any] | None, stop_requested: Callable[[], bool]
     ) -> Checkpoint | None:
         """Guard and record a loss, and save when it is due or a stop was requested."""
+        run = self._run
         step = checked_step(step)
         checked_metrics(metrics)
-        self._run.refuse_closed()
-        if step <= self._run.step and self._run.begun:
-            raise ValueError(
-                f"step {step} is not higher than step {self._run.step}, the last one ended, saved or restored"
-            )
+        run.refuse_closed()
+        if step <= run.step and run.begun:
+            raise ValueError(f"step {step} is not higher than step {run.step}, the last one ended, saved or restored")
         loss = as_numbers(loss)  # read from the device once
-        self._refuse_loss(step, loss)
-        self._replay.ended(step, loss)
-        if self._run.due.at(step) or stop_requested():
-            return self.save(step, loss=loss, metrics=metrics)
-        self._run.step = step
-        self._run.begun = True
-        self._run.failed = None  # the caller went on without a rollback
+        if run.group.size > 1:
+            due = self._end_step_together(step, loss, stop_requested)
+        else:
+            self._refuse_loss(step, loss)
+            self._replay.ended(step, loss)
+            due = run.due.at(step) or stop_requested()
+        if due:
+            return self._save(step, loss, metrics)
+        run.step = step
+        run.begun = True
+        if self._refused is None:
+            run.failed = None  # the caller went on without a rollback
         if self._staging is not None and not self._warmed:
             self._warm(self._staging)
         return None
@@ -148,8 +411,66 @@ class Saver:
     def _warm(self, staging: Staging) -> None:
         """Have memory for the copy made ready while training goes on: after a step, the optimizer's state is there."""
         self._warmed = True
-        large = {name: one for name, one in self._components.items() if one.kind in ("module", "optimizer")}
-        staging.warm(capture(large).payload)
+        if self._run.leads:
+            large = {name: one for name, one in self._components.items() if one.kind in ("module", "optimizer")}
+            staging.warm(capture(large).payload)
+
+    def _end_step_together(self, step: int, loss: Any, stop_requested: Callable[[], bool]) -> bool:
+        """Return whether to save. A refusal is kept until all ranks meet: alone, a rank would leave the others waiting.
+
+        They meet when a number of steps says that a save is due, which all of them know by themselves, and at every
+        multiple of `agree_every`. What else can make a save due, a clock or a signal, is rank 0's or anybody's there.
+        """
+        run = self._run
+        loaders = {name: one.obj for name, one in self._components.items() if hasattr(one.obj, "leave_out")}
+        self.handed_out.append((step, {name: loader.last_batches(1) for name, loader in loaders.items()}))
+        if self._refused is None:
+            try:
+                self._refuse_loss(step, loss)
+                if run.leads:
+                    self._replay.ended(step, loss)
+            except (NonFiniteError, ReplayMismatchError, ReplayMismatchWarning) as error:
+                self._refused = error
+        by_count = run.due.counts and run.due.at(step)
+        if not by_count and step % self._agree_every:
+            return False
+
+        def decide(answers: list[tuple[bool, bool]]) -> tuple[bool, bool]:
+            return answers[0][0], any(stop for _, stop in answers)
+
+        due, stop = self._meet(f"ending step {step}", lambda: (run.due.at(step), stop_requested()), decide)
+        self.stop_agreed = stop
+        return due or stop
+
+    def _meet(self, what: str, part: Callable[[], T], decide: Callable[[list[T]], D]) -> D:
+        """Agree on something, and on what ranks have refused since the last time: all raise the earliest refusal."""
+        group = self._run.group
+        refused, self._refused = self._refused, None
+
+        def at() -> tuple[int | None, T]:
+            return None if refused is None else getattr(refused, "step", None) or 0, part()
+
+        def first(answers: list[tuple[int | None, T]]) -> tuple[int | None, D | None]:
+            steps = [(step, rank) for rank, (step, _) in enumerate(answers) if step is not None]
+            return (min(steps)[1], None) if steps else (None, decide([answer for _, answer in answers]))
+
+        def raised() -> None:
+            if refused is not None and group.rank == rank:
+                raise refused
+
+        rank, decision = group.together(what, at, first)
+        if rank is not None:
+            try:
+                group.together(what, raised)
+            except NonFiniteError as error:
+                self._note_refusal(error)
+                raise
+        return cast("D", decision)
+
+    def _note_refusal(self, error: NonFiniteError) -> None:
+        """Remember what another rank has refused."""
+        if error.step is not None and (self._run.failed is None or self._run.failed[0] != error.step):
+            self._run.failed = (error.step, str(error).partition("\n")[0])
 
     def _refuse_loss(self, step: int, loss: Any) -> None:
         if type(loss) is float and math.isfinite(loss):

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
+from pathlib import Path
 from typing import Any
 
 from safeckpt.arguments import checked_step
 from safeckpt.catalog import Catalog, Checkpoint
-from safeckpt.errors import DirectoryInUseError, DirectoryLockedError, StepExistsError
+from safeckpt.distributed import Group, group_of_this_process, in_group
+from safeckpt.errors import DirectoryInUseError, DirectoryLockedError, DirectoryNotSharedError, StepExistsError
 from safeckpt.schedule import SaveSchedule
 from safeckpt.store import CheckpointDirectory, EventLog, WriterLock
 
 __all__ = ["Timeline"]
 
+_SEEN_SECONDS = 60.0  # NFS shows a new name after the 60 seconds of its acdirmax at the latest, nfs(5)
+_LOOKS_SECONDS = 0.05
+
 
 class Timeline:
     """What a manager knows of its run. Memory follows the disk: it is updated when something is committed.
+
+    Of several processes only rank 0 writes into the directory, holds its lock and keeps its history; the others
+    know the same steps.
+
+    Args:
+        files: The directory.
+        lock: The right to write.
+        due: When `end_step` saves.
+        rank_timeout_seconds: How long a process of the group is waited for.
 
     Attributes:
         files: The directory.
@@ -32,7 +48,9 @@ class Timeline:
         closed: Whether the manager is closed.
     """
 
-    def __init__(self, files: CheckpointDirectory, lock: WriterLock, due: SaveSchedule) -> None:
+    def __init__(
+        self, files: CheckpointDirectory, lock: WriterLock, due: SaveSchedule, rank_timeout_seconds: float
+    ) -> None:
         self.files = files
         self.catalog = Catalog(files)
         self.lock = lock
@@ -47,6 +65,54 @@ class Timeline:
         self.closed = False
         self._events = EventLog(files.path / "events.jsonl")
         self._known: set[int] = set()  # steps in the directory that belong to this run
+        self._rank_timeout_seconds = rank_timeout_seconds
+        self._group: Group | None = None
+        self._seen = False  # that the directory is one for all ranks
+
+    @property
+    def group(self) -> Group:
+        """The processes of this run. Making it is something that all of them do at once."""
+        if self._group is None or (self._group.process_group is None) == in_group():
+            self._group = group_of_this_process(self._rank_timeout_seconds)
+        return self._group
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process writes what is written once."""
+        return not in_group() or self.group.leads
+
+    def look_for(self, path: Path) -> None:
+        """Wait until a path that rank 0 has made is seen here: some file systems show it late.
+
+        Raises:
+            DirectoryNotSharedError: It is not seen in good time.
+        """
+        # Not as long as rank 0 waits for an answer, which then would not get to it.
+        most_seconds = min(_SEEN_SECONDS, self._rank_timeout_seconds / 2)
+        end = time.monotonic() + most_seconds
+        while not os.path.lexists(path):
+            if time.monotonic() > end:
+                raise DirectoryNotSharedError(
+                    directory=self.files.path, rank=self.group.rank, name=path.name, waited_seconds=most_seconds
+                )
+            with contextlib.suppress(OSError):
+                self.files.steps()  # a listing makes NFS look again
+            time.sleep(_LOOKS_SECONDS)
+
+    def refuse_unshared(self, what: str) -> None:
+        """Refuse a directory that is another one for other ranks: rank 0 marks it, and every rank looks for the mark.
+
+        Done once. Called by all ranks at once.
+        """
+        if self._seen or self.group.size == 1:
+            return
+        mark = self.group.together(what, lambda: self.lock.mark() if self.leads else None, lambda marks: marks[0])
+        try:
+            self.group.together(what, lambda: self.look_for(self.files.path / mark) if mark else None)
+            self._seen = True
+        finally:
+            if self.leads and mark:
+                self.lock.unmark(mark)
 
     def refuse_closed(self) -> None:
         """Refuse to go on after `close`."""
@@ -124,6 +190,8 @@ class Timeline:
 
     def event(self, kind: str, step: int | None, **data: Any) -> None:
         """Append to the history of this run; a directory that is not there yet, or not writable, has none."""
+        if not self.leads:
+            return
         mine = self.saved is not None or not self._strangers()
         if mine and os.access(self.files.path, os.W_OK):
             self._events.append(kind, step=step, **data)

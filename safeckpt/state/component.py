@@ -47,7 +47,10 @@ class Captured:
 
 def class_name(obj: object) -> str:
     """Return the qualified name of the object's class, without its module: `__main__` changes between scripts."""
-    return type(obj).__qualname__
+    kind = type(obj)
+    if kind.__bases__[0].__name__ == "FSDPModule" and len(kind.__bases__) > 1:
+        kind = kind.__bases__[1]  # fully_shard() makes a class of its own for every module's
+    return kind.__qualname__
 
 
 class Component:

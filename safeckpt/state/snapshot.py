@@ -72,7 +72,8 @@ def _ties(captured: Mapping[str, Captured]) -> list[list[str]]:
             continue  # no module
         for key, tensor in one.state.items():
             if isinstance(tensor, torch.Tensor) and _has_memory(tensor):
-                where = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.size()), tensor.stride())
+                own = _memory_of(tensor)
+                where = (own.device, own.data_ptr(), own.dtype, tuple(own.size()), own.stride())
                 groups.setdefault(where, []).append(join(component, key))
     return [names for names in groups.values() if len(names) > 1]
 
@@ -80,7 +81,12 @@ def _ties(captured: Mapping[str, Captured]) -> list[list[str]]:
 def _has_memory(tensor: torch.Tensor) -> bool:
     if tensor.is_meta or torch.nn.parameter.is_lazy(tensor) or tensor.layout is not torch.strided:
         return False
-    return tensor.numel() > 0
+    return _memory_of(tensor).numel() > 0
+
+
+def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what is in this process's memory: of a sharded tensor the local part, which may be empty."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _parameters(components: Mapping[str, Component]) -> dict[str, torch.Tensor]:
@@ -212,7 +218,13 @@ def _check_ties(saved: list[list[str]], parts: list[tuple[Component, Captured]])
     """Compare which tensors are one, among those that are on both sides."""
     modules = {component.name: captured for component, captured in parts if isinstance(component, ModuleComponent)}
     now = {component.name: component.capture() for component, _ in parts if component.name in modules}
-    both = {join(name, key) for name, one in now.items() for key in one.state.keys() & modules[name].state.keys()}
+    both = {
+        join(name, key)
+        for name, one in now.items()
+        for key, tensor in one.state.items()
+        # Where this process has nothing of a sharded tensor it cannot tell.
+        if key in modules[name].state and not (hasattr(tensor, "to_local") and not _has_memory(tensor))
+    }
 
     def visible(groups: list[list[str]]) -> set[frozenset[str]]:
         cut = (both.intersection(names) for names in groups)

@@ -8,7 +8,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TypeVar
 
-from safeckpt.errors import SafeckptWarning, StepExistsError
+from safeckpt.errors import DurabilityUnknownError, SafeckptWarning, StepExistsError
 from safeckpt.store import disk, freeing, names
 from safeckpt.store.commit import commit
 from safeckpt.store.events import EventLog
@@ -98,15 +98,21 @@ class CheckpointDirectory:
         return self._steps_in(listing), self._asides_in(listing)
 
     def _steps_in(self, listing: list[str]) -> list[int]:
-        return sorted(step for step in map(names.parse_step, listing) if step is not None)
+        return sorted({step for step in map(names.parse_step, listing) if step is not None})
 
     def _asides_in(self, listing: list[str]) -> list[Aside]:
         found = [(parsed, name) for name in listing if (parsed := names.parse_aside(name)) is not None]
         return [Aside(parsed[0], self.path / name) for parsed, name in sorted(found)]
 
     def path_of(self, step: int) -> Path:
-        """Return the path of a step's checkpoint, whether it is there or not."""
-        return self.path / names.step_name(step)
+        """Return the path of a step's checkpoint: its file, or its directory where only that is there."""
+        path = self.path / names.step_name(step)
+        folder = self.folder_of(step)
+        return folder if folder.is_dir() and not os.path.lexists(path) else path
+
+    def folder_of(self, step: int) -> Path:
+        """Return the path of a step's sharded checkpoint, whether it is there or not."""
+        return self.path / names.folder_name(step)
 
     def commit_step(
         self,
@@ -121,10 +127,56 @@ class CheckpointDirectory:
         Raises:
             StepExistsError: The step has a file already, good or not; it is untouched.
         """
-        path = self.path_of(step)
-        if os.path.lexists(path):
-            raise StepExistsError(step=step, path=path)
-        return commit(path, write, check=check, step=step, size_bytes=size_bytes)
+        self._refuse_existing(step)
+        return commit(self.path / names.step_name(step), write, check=check, step=step, size_bytes=size_bytes)
+
+    def begin_folder(self, step: int) -> Path:
+        """Make the directory in which the shards of a step are written, and return it; nobody lists it yet.
+
+        Raises:
+            StepExistsError: The step has a checkpoint already, good or not; it is untouched.
+            OSError: It cannot be made.
+        """
+        self._refuse_existing(step)
+        path = self.path / names.temp_name(names.folder_name(step))
+        disk.make_directory(path)
+        return path
+
+    def write_inside(self, path: Path, write: Callable[[BinaryIO], T], *, size_bytes: int | None = None) -> T:
+        """Write a file into a directory that `begin_folder` made, durably, as `commit` does."""
+        return commit(path, write, size_bytes=size_bytes)
+
+    def commit_folder(self, step: int, temp: Path) -> None:
+        """Give a directory that `begin_folder` made, and whose files are synced, its final name.
+
+        Raises:
+            StepExistsError: The step has got a checkpoint meanwhile.
+            DurabilityUnknownError: It has its name, but a power loss may still take it back.
+            OSError: Nothing was committed; `drop_folder` removes what was written.
+        """
+        self._refuse_existing(step)
+        target = self.folder_of(step)
+        with disk.open_directory(self.path) as parent:
+            with disk.open_directory(temp) as inside:
+                disk.sync_directory(inside)  # the names of the shards, before the name that makes them a checkpoint
+            disk.replace(temp, target)
+            try:
+                durable = disk.sync_directory(parent)
+            except OSError as error:
+                raise DurabilityUnknownError(path=target, number=error.errno, reason=str(error), step=step) from error
+        if not durable:
+            _warn(f"The file system of {self.path} cannot sync directories: a power loss may take the newest files.")
+
+    def drop_folder(self, temp: Path) -> None:
+        """Delete a directory that `begin_folder` made and nothing committed; what stands in the way is a warning."""
+        if names.temp_final(temp.name) is None or temp.parent != self.path:
+            raise ValueError(f"{temp} is not a temporary directory of {self.path}")
+        self._remove_tree(temp)
+
+    def _refuse_existing(self, step: int) -> None:
+        for path in (self.path / names.step_name(step), self.folder_of(step)):
+            if os.path.lexists(path):
+                raise StepExistsError(step=step, path=path)
 
     def remove(self, step: int) -> bool:
         """Delete a step's checkpoint and return whether it is gone; what stands in the way is a warning."""
@@ -160,9 +212,10 @@ class CheckpointDirectory:
         with disk.open_directory(self.path) as directory:
             for step in ordered:
                 number = 1 + max((number for other, number in taken if other == step), default=0)
-                path = self.path / names.aside_name(step, number)
+                old = self.path_of(step)
+                path = self.path / names.aside_name(step, number, folder=old == self.folder_of(step))
                 with contextlib.suppress(FileNotFoundError):  # somebody else deleted it: it is in nobody's way
-                    disk.replace(self.path_of(step), path)
+                    disk.replace(old, path)
                     moved.append(path)
             disk.sync_directory(directory)
         return moved
@@ -177,6 +230,11 @@ class CheckpointDirectory:
         for name in sorted(self._names()):
             final = names.temp_final(name)
             if final is None or names.parse_step(final) is None:
+                continue
+            if names.is_folder(final) and (self.path / name).is_dir():
+                # A sharded checkpoint that nobody finished, or a pruned one: only a holder of the lock makes these.
+                if self._remove_tree(self.path / name):
+                    swept.append(name)
                 continue
             try:
                 if disk.unlink_unclaimed(self.path / name):
@@ -194,11 +252,29 @@ class CheckpointDirectory:
             return []
 
     def _remove(self, path: Path) -> bool:
+        if names.is_folder(path.name) and path.is_dir() and not path.is_symlink():
+            # First out of the listing, at once: half a directory must not look like a damaged checkpoint.
+            temp = self.path / names.temp_name(path.name)
+            try:
+                disk.replace(path, temp)
+            except OSError as error:
+                _warn(f"{path} is no longer needed and could not be deleted: {error}. The next save tries it again.")
+                return False
+            self._remove_tree(temp)
+            return True
         try:
             with contextlib.suppress(FileNotFoundError):  # somebody else deleted it: all the better
                 freeing.delete(path)
         except OSError as error:
             _warn(f"{path} is no longer needed and could not be deleted: {error}. It is tried again at the next save.")
+            return False
+        return True
+
+    def _remove_tree(self, path: Path) -> bool:
+        try:
+            disk.remove_tree(path)
+        except OSError as error:
+            _warn(f"{path} could not be deleted: {error}. It is removed when the directory is next taken for writing.")
             return False
         return True
 

@@ -5,7 +5,7 @@ the functions named in ``__all__`` therefore sees every operation in order, with
 """
 
 # The system calls under their own names, where pathlib has others:
-# ruff: noqa: PTH102, PTH105, PTH108, PTH112, PTH123, PTH208
+# ruff: noqa: PTH102, PTH105, PTH106, PTH108, PTH112, PTH114, PTH118, PTH123, PTH208
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ __all__ = [
     "make_directory",
     "open_append",
     "open_directory",
+    "remove_tree",
     "replace",
     "sync",
     "sync_directory",
@@ -199,7 +200,7 @@ def _system_sync_file_range() -> Callable[[int, int, int, int], int] | None:
         return None
     function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
     function.restype = ctypes.c_int
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 _sync_file_range = _system_sync_file_range()
@@ -259,6 +260,25 @@ def hold(path: Path) -> Handle | None:
         handle.close()
         return None
     return handle
+
+
+def remove_tree(path: Path) -> None:
+    """Delete a directory and all that is in it; links in it are deleted, not followed.
+
+    Raises:
+        OSError: Something could not be deleted; the rest may be gone.
+    """
+    for place, directories, files in os.walk(path, topdown=False, onerror=_raise):
+        for name in files:
+            os.unlink(os.path.join(place, name))
+        for name in directories:
+            inner = os.path.join(place, name)
+            os.unlink(inner) if os.path.islink(inner) else os.rmdir(inner)
+    os.rmdir(path)
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def unlink_unclaimed(path: Path) -> bool:

@@ -119,6 +119,17 @@ class WriterLock:
         finally:
             self._lock.release(force=True)
 
+    def mark(self) -> str:
+        """Put an empty file with a random name into the directory and return the name, for others to look for it."""
+        name = names.temp_name(names.LOCK)
+        disk.close(disk.create(self.directory / name))
+        return name
+
+    def unmark(self, name: str) -> None:
+        """Delete what `mark` made; what stands in the way stays."""
+        with contextlib.suppress(OSError):
+            disk.unlink(self.directory / name)
+
     def __enter__(self) -> Self:
         self.acquire()
         return self

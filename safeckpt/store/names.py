@@ -3,8 +3,10 @@
 ::
 
     checkpoint   step-{digits}.pt              digits: the step, padded with zeros to 8, no other leading zero
-    set aside    aside-{digits}.{number}.pt    number: 1, 2, ... without leading zeros
-    temporary    .{final}.{16 hex}.tmp         final: the name it will get, shortened when that would be too long
+    sharded      step-{digits}                 a directory, with the index safeckpt.pt in it
+    set aside    aside-{digits}.{number}.pt    number: 1, 2, ... without leading zeros; without .pt when sharded
+    temporary    .{final}.{16 hex}.tmp         final: the name it will get, shortened when that would be too long;
+                                               also the name under which a directory is deleted
     writer       .writer.lock                  who holds it: .writer.json
     history      events.jsonl, and the losses of the run: losses.log
 
@@ -29,6 +31,8 @@ __all__ = [
     "LOCK",
     "LOSSES",
     "aside_name",
+    "folder_name",
+    "is_folder",
     "parse_aside",
     "parse_step",
     "step_name",
@@ -43,8 +47,8 @@ EVENTS = "events.jsonl"
 LOSSES = "losses.log"
 
 _DIGITS = r"([0-9]{8}|[1-9][0-9]{8,})"
-_STEP = re.compile(rf"step-{_DIGITS}\.pt")
-_ASIDE = re.compile(rf"aside-{_DIGITS}\.([1-9][0-9]*)\.pt")
+_STEP = re.compile(rf"step-{_DIGITS}(?:\.pt)?")
+_ASIDE = re.compile(rf"aside-{_DIGITS}\.([1-9][0-9]*)(?:\.pt)?")
 _TEMP = re.compile(r"\.(.+)\.[0-9a-f]{16}\.tmp", re.DOTALL)
 
 _TEMP_EXTRA_BYTES = len(".." + 16 * "f" + ".tmp")
@@ -71,17 +75,32 @@ def step_name(step: int) -> str:
     return f"step-{_check_step(step):08d}.pt"
 
 
+def folder_name(step: int) -> str:
+    """Return the name of the directory that is a step's sharded checkpoint.
+
+    Example:
+        >>> folder_name(1200)
+        'step-00001200'
+    """
+    return step_name(step).removesuffix(".pt")
+
+
+def is_folder(name: str) -> bool:
+    """Return whether a checkpoint's name, set aside or not, is that of a directory."""
+    return not name.endswith(".pt") and (parse_step(name) is not None or parse_aside(name) is not None)
+
+
 # A listing is parsed at every save and hardly changes: looking a name up again costs a tenth of matching it.
 @functools.lru_cache(maxsize=1 << 16)
 def parse_step(name: str) -> int | None:
-    """Return the step of a checkpoint's file name, None for any other name."""
+    """Return the step of a checkpoint's name, None for any other name."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match else None
 
 
-def aside_name(step: int, number: int) -> str:
+def aside_name(step: int, number: int, *, folder: bool = False) -> str:
     """Return the name of the number-th checkpoint of a step that was set aside."""
-    return f"aside-{_check_step(step):08d}.{number}.pt"
+    return f"aside-{_check_step(step):08d}.{number}" + ("" if folder else ".pt")
 
 
 def parse_aside(name: str) -> tuple[int, int] | None:

@@ -19,6 +19,8 @@ ASIDES = {
     "aside-00000000.12.pt": (0, 12),
     "aside-100000000.3.pt": (100_000_000, 3),
 }
+FOLDERS = {"step-00001200": 1200, "step-100000000": 100_000_000}
+ASIDE_FOLDERS = {"aside-00001200.1": (1200, 1)}
 HEX = "0123456789abcdef"
 TEMPS = {
     f".step-00001200.pt.{HEX}.tmp": "step-00001200.pt",
@@ -40,7 +42,9 @@ NEAR_MISSES = [
     "step-00001200.pt\n",
     "step-00001200.pt.bak",
     "step-00001200.pth",
-    "step-00001200",
+    "step-1200",
+    "step-00001200.",
+    "step-00001200.ptx",
     "step_00001200.pt",
     "step--0001200.pt",
     "step-+0001200.pt",
@@ -135,3 +139,17 @@ def test_temp_of_another_file_is_not_taken_for_ours() -> None:
     """Temporary files of names that begin alike are told apart."""
     listing = [f".model.pt.{HEX}.tmp", f".model.pt.old.{HEX}.tmp", f".model.{HEX}.tmp", f".model.pt.{HEX}.{HEX}.tmp"]
     assert names.temps_of("model.pt", listing) == [f".model.pt.{HEX}.tmp"]
+
+
+def test_directory_of_a_sharded_checkpoint_has_the_name_of_its_step() -> None:
+    """A sharded checkpoint is called as the file of its step would be, without the ending."""
+    for name, step in FOLDERS.items():
+        assert names.folder_name(step) == name
+        assert names.parse_step(name) == step
+        assert names.is_folder(name)
+    for name, (step, number) in ASIDE_FOLDERS.items():
+        assert names.aside_name(step, number, folder=True) == name
+        assert names.parse_aside(name) == (step, number)
+        assert names.is_folder(name)
+    for name in (*STEPS, *ASIDES, *NEAR_MISSES):
+        assert not names.is_folder(name)

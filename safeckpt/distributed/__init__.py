@@ -1,0 +1,36 @@
+"""Many processes as one run: agreement between ranks, what each rank has of its own, and shards."""
+
+from safeckpt.distributed.group import Group, Ranks, group_of_this_process, in_group
+from safeckpt.distributed.own import differing, digests_of, drifted, merged, own_of, payload_for, replica_fingerprints
+from safeckpt.distributed.shards import (
+    Held,
+    holds_shards,
+    is_sharded,
+    read_shards,
+    split,
+    stage,
+    with_places,
+    write_shards,
+)
+
+__all__ = [
+    "Group",
+    "Held",
+    "Ranks",
+    "differing",
+    "digests_of",
+    "drifted",
+    "group_of_this_process",
+    "holds_shards",
+    "in_group",
+    "is_sharded",
+    "merged",
+    "own_of",
+    "payload_for",
+    "read_shards",
+    "replica_fingerprints",
+    "split",
+    "stage",
+    "with_places",
+    "write_shards",
+]

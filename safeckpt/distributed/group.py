@@ -1,0 +1,269 @@
+"""Agreement between the processes of a run: what one of them cannot do, none of them does.
+
+Everything that several processes do together is cut into parts. In each part every rank does its own, whatever
+happens to it there, and then all of them learn how it went: either every rank goes on, or every rank raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import json
+import os
+import pickle
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+
+from safeckpt import errors
+from safeckpt.errors import RankFailedError, RankLostError, SafeckptError
+
+__all__ = ["Group", "Ranks", "group_of_this_process", "in_group"]
+
+T = TypeVar("T")
+D = TypeVar("D")
+
+# What rank 0 takes to notice a lost rank is no longer than the timeout; the others allow it this much for the news.
+_NEWS_SECONDS = 5.0
+_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+_FRONT, _BACK = 7101, 7102  # tags of the messages of the training loop and of the thread that writes
+
+
+class Group:
+    """One process by itself. Nothing of torch.distributed is touched.
+
+    Attributes:
+        rank: Number of this process.
+        size: How many there are.
+    """
+
+    rank = 0
+    size = 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the process that writes what is written once."""
+        return self.rank == 0
+
+    @property
+    def process_group(self) -> Any:
+        """For the collectives of torch: a group for objects in host memory; None when there is one process only."""
+        return None
+
+    def together(self, what: str, part: Callable[[], T], decide: Callable[[list[T]], D] | None = None) -> D:
+        """Do a part of something on every rank, and agree on the outcome.
+
+        Args:
+            what: What is being done, for the error text; the same on every rank.
+            part: What this rank does.
+            decide: Makes the result of all parts, in the order of the ranks; called on rank 0. None: nothing.
+
+        Returns:
+            What `decide` returned, on every rank.
+
+        Raises:
+            BaseException: What this rank's part raised; or, when another rank's did, an error of the same class
+                that names the rank, if it is one of the library, of the system or of an argument.
+            RankFailedError: Another rank failed with something else.
+            RankLostError: A rank is gone or hangs. This group is of no further use.
+        """
+        value = part()
+        return cast("D", None if decide is None else decide([value]))
+
+    def for_background(self) -> Group:
+        """Return this group for a second thread, whose messages do not mix with those of the first."""
+        return self
+
+
+class Ranks(Group):
+    """The processes of the default process group of torch.distributed, over a gloo group of their own.
+
+    All answers go to rank 0 and one reply goes to each: two small messages a rank and part. Only so it is known who
+    is missing.
+
+    Args:
+        timeout_seconds: How long a rank is waited for.
+    """
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self.rank = torch.distributed.get_rank()
+        self.size = torch.distributed.get_world_size()
+        self._timeout_seconds = timeout_seconds
+        self._tag = _FRONT
+        self._number = 0  # of the agreement: both sides count, so that they cannot talk of different ones
+        self._broken: str | None = None
+        try:
+            self._group = torch.distributed.new_group(
+                backend="gloo", timeout=dt.timedelta(seconds=timeout_seconds + 2 * _NEWS_SECONDS)
+            )
+        except RuntimeError as error:
+            lost = self._lost("meeting for the first time", None, error)
+            if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) and _SHARED_STORE not in os.environ:
+                lost.add_note(
+                    "torchrun restarted this group in the store of the one before, where its addresses still are "
+                    f"(pytorch issue 135712). Set {_SHARED_STORE}=1 for torchrun."
+                )
+            raise lost from error
+
+    @property
+    def process_group(self) -> Any:
+        """See `Group`."""
+        return self._group
+
+    def for_background(self) -> Group:
+        """See `Group`."""
+        other = object.__new__(Ranks)
+        other.__dict__.update(self.__dict__)
+        other._tag, other._number = _BACK, 0
+        return other
+
+    def together(self, what: str, part: Callable[[], T], decide: Callable[[list[T]], D] | None = None) -> D:
+        """See `Group`."""
+        if self._broken is not None:
+            raise RankLostError(what=what, lost=None, timeout_seconds=self._timeout_seconds, reason=self._broken)
+        value: Any = None
+        own: BaseException | None = None
+        try:
+            value = part()
+        except BaseException as error:  # noqa: BLE001 - raised again below, when every rank knows
+            own = error
+        self._number += 1
+        try:
+            failure, decision = self._exchange(what, value, own, decide)
+        except BaseException as error:
+            self._broken = f"an earlier agreement was cut short ({str(error).partition(chr(10))[0]})"
+            if own is not None and type(own) is not RuntimeError:  # which a collective inside the part ended with
+                raise own from error
+            raise error from own
+        if own is not None:
+            if isinstance(own, SafeckptError) and own.rank is None:
+                own.rank = self.rank
+            raise own
+        if failure is not None:
+            raise failure
+        return cast("D", decision)
+
+    def _exchange(
+        self, what: str, value: Any, own: BaseException | None, decide: Callable[[list[Any]], Any] | None
+    ) -> tuple[BaseException | None, Any]:
+        """Return the failure of another rank, and what was decided."""
+        answer = (self._number, what, value if own is None else None, None if own is None else _packed(own))
+        if not self.leads:
+            self._send(what, 0, answer)
+            rank, packed, decision = self._receive(what, 0, self._timeout_seconds + _NEWS_SECONDS)
+            return (None if packed is None else _unpacked(what, rank, packed)), decision
+        end = time.monotonic() + self._timeout_seconds
+        rest = (self._receive(what, rank, max(0.001, end - time.monotonic())) for rank in range(1, self.size))
+        answers = [answer, *rest]
+        failed = [(rank, packed) for rank, (*_, packed) in enumerate(answers) if packed is not None]
+        strangers = [(rank, other) for rank, (number, other, *_) in enumerate(answers) if (number, other) != answer[:2]]
+        failure: tuple[int | None, Any] = failed[0] if failed else (None, None)
+        raised: BaseException | None = None
+        decision = None
+        if strangers:
+            rank, other = strangers[0]
+            raised = RankFailedError(
+                what=what, rank=rank, type_name="a call of its own", reason=f"it is {other}, and rank 0 is {what}"
+            )
+        elif not failed and decide is not None:
+            try:
+                decision = decide([one[2] for one in answers])
+            except BaseException as error:  # noqa: BLE001 - raised again when every rank knows
+                raised = error
+        if raised is not None:
+            failure = (None, _packed(raised))
+        for rank in range(1, self.size):
+            self._send(what, rank, (*failure, decision))
+        if raised is not None:
+            return raised, None
+        return (_unpacked(what, *failure) if failure[1] is not None and failure[0] != 0 else None), decision
+
+    def _send(self, what: str, rank: int, message: Any) -> None:
+        data = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
+        size = torch.tensor([data.numel()])
+        wait = dt.timedelta(seconds=self._timeout_seconds)
+        try:
+            for tensor in (size, data):
+                work = torch.distributed.isend(tensor, rank, group=self._group, tag=self._tag)
+                _wait(work, wait)
+        except RuntimeError as error:
+            raise self._lost(what, rank, error) from error
+
+    def _receive(self, what: str, rank: int, seconds: float) -> Any:
+        size = torch.zeros(1, dtype=torch.int64)
+        wait = dt.timedelta(seconds=seconds)
+        try:
+            _wait(torch.distributed.irecv(size, rank, group=self._group, tag=self._tag), wait)
+            data = torch.empty(int(size), dtype=torch.uint8)
+            _wait(torch.distributed.irecv(data, rank, group=self._group, tag=self._tag), wait)
+        except RuntimeError as error:
+            raise self._lost(what, rank, error) from error
+        return pickle.loads(data.numpy().tobytes())  # from a process of this very job
+
+    def _lost(self, what: str, rank: int | None, error: RuntimeError) -> RankLostError:
+        """Return the error for a connection that failed, and let the others know who was on its other end.
+
+        gloo closes all connections when one times out, so that the news cannot go the same way.
+        """
+        reason = str(error).partition("\n")[0].partition(". This is typically")[0]  # gloo's guesses
+        reason = reason[reason.find("] ") + 1 :].strip().rstrip(".")
+        key = f"safeckpt/lost/{self._tag}/{self._number}"
+        with contextlib.suppress(RuntimeError):
+            store = torch.distributed.distributed_c10d._get_default_store()  # has no public name
+            key = f"{getattr(getattr(self, '_group', None), 'group_name', '')}/{key}"
+            if self.leads:
+                store.set(key, json.dumps([rank, reason]))
+            elif rank is not None:
+                store.wait([key], dt.timedelta(seconds=_NEWS_SECONDS))
+                rank, reason = json.loads(store.get(key))
+        return RankLostError(what=what, lost=rank, timeout_seconds=self._timeout_seconds, reason=reason)
+
+
+def _wait(work: Any, timeout: dt.timedelta) -> None:
+    work.wait(timeout)
+
+
+def group_of_this_process(timeout_seconds: float) -> Group:
+    """Return the processes that this one belongs to: all those of the default process group, or only itself."""
+    return Ranks(timeout_seconds) if in_group() else Group()
+
+
+def in_group() -> bool:
+    """Return whether there is a default process group."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+_Packed = tuple[str, str, bytes | None]
+
+
+def _packed(error: BaseException) -> _Packed:
+    """Return an error as (class, text, pickle); the last only when the class is known wherever safeckpt is."""
+    data = None
+    kind = type(error)
+    if getattr(errors, kind.__name__, None) is kind or kind.__module__ == "builtins":
+        with contextlib.suppress(TypeError, AttributeError, pickle.PicklingError):
+            data = pickle.dumps(error)
+    return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins."), str(error), data
+
+
+def _unpacked(what: str, rank: int | None, packed: _Packed) -> BaseException:
+    """Return an error of another rank as one of this rank, which names the other in its text."""
+    type_name, text, data = packed
+    if data is not None:
+        error = pickle.loads(data)  # from a process of this very job
+        if rank is None:
+            return cast("BaseException", error)
+        prefix = f"On rank {rank}: "
+        if isinstance(error, SafeckptError):
+            error.args = (prefix + text,)
+            error.rank = rank
+            return error
+        if isinstance(error, OSError) and error.errno is not None:
+            error.strerror = prefix + str(error.strerror)
+            error.args = (error.errno, error.strerror)
+            return error
+        if isinstance(error, ValueError | TypeError | errors.SafeckptWarning):
+            return type(error)(prefix + text)
+    return RankFailedError(what=what, rank=0 if rank is None else rank, type_name=type_name, reason=text or "no text")

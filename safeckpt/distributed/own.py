@@ -1,0 +1,196 @@
+"""What each rank has of its own, in one payload.
+
+The payload that rank 0 captured is the checkpoint: what ranks share is in it once. Beside it stands, for every other
+rank, what that rank has otherwise::
+
+    "safeckpt": {..., "world_size": n, "ranks": [own of rank 1, own of rank 2, ...]}
+    own: {"rng": {...}, "states": {component: state}, "buffers": {module: {key: tensor}},
+          "records": {component: record}, "environment": {...}, "gradients": {...}}
+
+Random streams are always there; anything else only where it differs from rank 0's. One process alone writes neither
+key: its file is what it always was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from safeckpt.distributed.digest import digest_of, fingerprints
+from safeckpt.state import RESERVED_KEY, Component
+from safeckpt.state.generators import RngStreams
+from safeckpt.state.tree import named_tensors
+
+__all__ = ["differing", "digests_of", "drifted", "merged", "own_of", "payload_for", "replica_fingerprints"]
+
+# Ranks that train one model hold equal states of these; of everything else each may have its own.
+_REPLICATED = frozenset({"module", "optimizer", "scheduler", "scaler"})
+
+
+def _is_buffer(record: Mapping[str, Any], key: str, value: Any) -> bool:
+    """Tell whether a module's entry is a buffer: DDP gives those of rank 0 to all at the next forward, FSDP never."""
+    return key not in record["requires_grad"] and not hasattr(value, "to_local")
+
+
+def _split(payload: Mapping[str, Any], name: str) -> tuple[Any, dict[str, Any]]:
+    """Return (what replicas share of a component's state, a module's buffers)."""
+    record = payload[RESERVED_KEY]["components"][name]
+    state = payload[name]
+    if record["kind"] != "module":
+        return state, {}
+    buffers = {key: value for key, value in state.items() if _is_buffer(record, key, value)}
+    return {key: value for key, value in state.items() if key not in buffers}, buffers
+
+
+def _pieces(payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is compared with rank 0's, by name; those with `=` have to be equal."""
+    own = payload[RESERVED_KEY]
+    found: dict[str, Any] = {"environment": own["environment"], "gradients": own["gradients"]}
+    for name, record in own["components"].items():
+        state, buffers = _split(payload, name)
+        replicated = record["kind"] in _REPLICATED
+        found[f"={name}" if replicated else f"state {name}"] = state
+        found[f"record {name}"] = record
+        if buffers:
+            found[f"buffers {name}"] = buffers
+    return found
+
+
+def digests_of(payload: Mapping[str, Any]) -> dict[str, str]:
+    """Return a digest for every piece of a captured payload that may differ between ranks.
+
+    Cost:
+        One pass over the tensors that more than one rank has.
+    """
+    found = {name: digest_of(piece) for name, piece in _pieces(payload).items()}
+    found.update((name, digest_of(shards)) for name, shards in _copies_of_shards(payload).items())
+    return found
+
+
+def _copies_of_shards(payload: Mapping[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the local parts that other ranks have as well, by what they are a part of: `~` and where in the mesh.
+
+    Ranks that stand at the same place of the dimensions that shard hold the same part (HSDP, and whatever tensor
+    parallelism leaves whole).
+    """
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in named_tensors({key: value for key, value in payload.items() if key != RESERVED_KEY}):
+        if not hasattr(tensor, "to_local"):
+            continue
+        sharded: Any = tensor
+        mesh = sharded.device_mesh
+        place, parts = [], 1
+        for dimension, placement in enumerate(sharded.placements):
+            if placement.is_replicate():
+                place.append("R")
+            else:
+                place.append(f"{placement}@{mesh.get_local_rank(dimension)}/{mesh.size(dimension)}")
+                parts *= mesh.size(dimension)
+        if parts < torch.distributed.get_world_size():
+            found.setdefault("~" + " ".join(place), {})[name] = sharded.to_local()
+    return found
+
+
+def drifted(digests: list[dict[str, str]]) -> list[int]:
+    """Return the ranks whose replicas differ from those of the first rank that has them."""
+    first: dict[str, str] = {}
+    found = []
+    for rank, one in enumerate(digests):
+        replicas = {name: digest for name, digest in one.items() if name[0] in "=~"}
+        if any(first.setdefault(name, digest) != digest for name, digest in replicas.items()):
+            found.append(rank)
+    return found
+
+
+def replica_fingerprints(payload: Mapping[str, Any]) -> dict[str, str]:
+    """Return one fingerprint for each value that replicas share, to find out which of them differ."""
+    shared = {name[1:]: piece for name, piece in _pieces(payload).items() if name.startswith("=")}
+    found = fingerprints(shared)
+    for place, shards in _copies_of_shards(payload).items():
+        found.update((f"{name} {place[1:]}", text) for name, text in fingerprints(shards).items())
+    return found
+
+
+def differing(all_fingerprints: list[dict[str, str]]) -> list[str]:
+    """Return the names of the values of which ranks have different copies."""
+    first: dict[str, str] = {}
+    found = set()
+    for one in all_fingerprints:
+        found |= {name for name, text in one.items() if first.setdefault(name, text) != text}
+    return sorted(found)
+
+
+def own_of(payload: Mapping[str, Any], digests: Mapping[str, str], first: Mapping[str, str]) -> dict[str, Any]:
+    """Return what this rank has otherwise than rank 0.
+
+    Args:
+        payload: What this rank captured.
+        digests: Its digests.
+        first: Those of rank 0.
+    """
+    mine = payload[RESERVED_KEY]
+    own: dict[str, Any] = {"rng": mine["rng"]}
+    for name, piece in _pieces(payload).items():
+        if name.startswith("=") or digests[name] == first.get(name):
+            continue
+        kind, _, component = name.partition(" ")
+        if component:
+            own.setdefault({"state": "states", "record": "records"}.get(kind, kind), {})[component] = piece
+        else:
+            own[kind] = piece
+    return own
+
+
+def merged(payload: Mapping[str, Any], owns: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the payload of the checkpoint: rank 0's, and what the others have of their own."""
+    return {**payload, RESERVED_KEY: {**payload[RESERVED_KEY], "world_size": len(owns), "ranks": owns[1:]}}
+
+
+def payload_for(
+    payload: Mapping[str, Any], components: Mapping[str, Component], rank: int, size: int
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the payload as one rank restores it, and what is not as it was because of another number of ranks.
+
+    A rank that was there when it was saved has its own streams, positions and records back. One that was not takes
+    rank 0's, but keeps the random streams and private generators that its script has made: with those of rank 0 two
+    ranks would draw the same numbers.
+    """
+    saved = payload[RESERVED_KEY]
+    world, ranks = saved.get("world_size", 1), saved.get("ranks", [])
+    result = dict(payload)
+    own = result[RESERVED_KEY] = {key: value for key, value in saved.items() if key not in ("world_size", "ranks")}
+    if 0 < rank < world:
+        _overlay(result, own, ranks[rank - 1])
+    elif rank >= world:
+        own["rng"] = RngStreams.capture()
+        own["gradients"] = {}
+        records = own["components"] = dict(own["components"])
+        for name, component in components.items():
+            if name in records and records[name]["kind"] == "generator" == component.kind:
+                live = component.capture()
+                result[name], records[name] = live.state, {"kind": component.kind, **live.record}
+    return result, [] if world == size else [_changed(world, size)]
+
+
+def _overlay(result: dict[str, Any], own: dict[str, Any], mine: Mapping[str, Any]) -> None:
+    own["rng"] = mine["rng"]
+    own["environment"] = mine.get("environment", own["environment"])
+    own["gradients"] = mine.get("gradients", own["gradients"])
+    own["components"] = {**own["components"], **mine.get("records", {})}
+    result.update(mine.get("states", {}))
+    for name, buffers in mine.get("buffers", {}).items():
+        state = result[name].copy()
+        state.__dict__.update(getattr(result[name], "__dict__", {}))  # an OrderedDict's _metadata
+        state.update(buffers)
+        result[name] = state
+
+
+def _changed(world: int, size: int) -> str:
+    if size > world:
+        who = f"rank {world}" if size == world + 1 else f"ranks {world} to {size - 1}"
+        what = f"{who} keep the random streams of their script"
+    else:
+        what = f"the random streams of {world - size} rank(s) are left out"
+    return f"world_size: {world} -> {size} ({what}, and sums over ranks are made in another order)"

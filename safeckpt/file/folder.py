@@ -1,0 +1,183 @@
+"""A sharded checkpoint: a directory of files that torch.distributed.checkpoint wrote, and an index that proves them.
+
+The index is a file as any other of ours, and proves itself. It holds size and digest of every other file, so that one
+that is cut, flipped, missing or of another checkpoint is found.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from safeckpt.errors import DamagedCheckpointError
+from safeckpt.file.checksum import CHUNK_BYTES, root_of
+from safeckpt.file.read import CheckpointFile, open_file
+from safeckpt.file.report import FileReport
+from safeckpt.file.source import source_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+
+    from safeckpt.file.mapped import Mapped
+
+__all__ = ["INDEX", "CheckpointFolder", "ShardFile", "is_folder", "open_folder", "shard_of"]
+
+INDEX = "safeckpt.pt"
+
+ShardFile = tuple[str, int, str]  # name, size in bytes, digest in hex
+
+
+def shard_of(path: Path) -> ShardFile:
+    """Return name, size and digest of a file.
+
+    Cost:
+        Reads the file once, in a few threads.
+    """
+    source = source_of(path)
+    try:
+        size = source.size_bytes
+        chunks = [(start, min(CHUNK_BYTES, size - start)) for start in range(0, size, CHUNK_BYTES)]
+        return path.name, size, root_of(source.crcs(chunks), size)
+    finally:
+        source.close()
+
+
+def is_folder(path: str | os.PathLike[str]) -> bool:
+    """Return whether this is a sharded checkpoint, or what is left of one."""
+    path = Path(path)
+    return path.is_dir() and ((path / INDEX).exists() or next(path.glob("*.distcp"), None) is not None)
+
+
+def open_folder(path: str | os.PathLike[str]) -> CheckpointFolder:
+    """Open a sharded checkpoint; use it as a context manager.
+
+    Raises:
+        DamagedCheckpointError: It has no index, or the index is no file of ours.
+        FormatVersionError: It was written in a newer format.
+        FileNotFoundError: There is no such directory.
+        OSError: From the system, as it is.
+    """
+    path = Path(path)
+    try:
+        return CheckpointFolder(path, open_file(path / INDEX))
+    except FileNotFoundError:
+        if not path.is_dir():
+            raise
+        raise DamagedCheckpointError(path=path, reason=f"it has no {INDEX}", record=INDEX) from None
+
+
+class CheckpointFolder:
+    """One open sharded checkpoint.
+
+    Attributes:
+        path: The directory.
+        index: Its index.
+        size_bytes: Size of all files.
+    """
+
+    def __init__(self, path: Path, index: CheckpointFile) -> None:
+        self.path = str(path)
+        self.index = index
+        self.size_bytes = index.size_bytes
+        self._place = path
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the index."""
+        self.index.close()
+
+    def header(self) -> dict[str, Any] | None:
+        """Return the header of the index, see `CheckpointFile.header`."""
+        return self.index.header()
+
+    def check_structure(self) -> object:
+        """Check the index and that no file is missing; no data is read.
+
+        Raises:
+            DamagedCheckpointError: Something is wrong with it.
+        """
+        directory = self.index.check_structure()
+        header = self.header() or {}
+        shards, size = header.get("shards"), header.get("shards_bytes")
+        if not isinstance(shards, int) or not isinstance(size, int):
+            raise DamagedCheckpointError(path=self.path, reason="its index is not one of a directory", record=INDEX)
+        found = sum(1 for _ in self._place.iterdir()) - 1
+        if found < shards:
+            raise DamagedCheckpointError(path=self.path, reason=f"{shards - found} of its {shards} files are missing")
+        self.size_bytes = self.index.size_bytes + size
+        return directory
+
+    def load(self, map_location: Any = None, *, mmap: bool = False) -> Any:
+        """Return what is in the index: the whole state but for the tensors in the other files."""
+        return self.index.load(map_location, mmap=mmap)
+
+    def load_mapped(self) -> tuple[Any, Mapped]:
+        """Return the index's payload, mapped to its file; see `CheckpointFile.load_mapped`."""
+        return self.index.load_mapped()
+
+    def shards(self) -> list[ShardFile]:
+        """Return what the index says about the other files.
+
+        Raises:
+            DamagedCheckpointError: It says nothing.
+        """
+        try:
+            return [(str(name), int(size), str(root)) for name, size, root in self.load("cpu")["safeckpt"]["files"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise DamagedCheckpointError(
+                path=self.path, reason="its index does not say what belongs to it", record=INDEX
+            ) from error
+
+    def verify(self, part: int = 0, parts: int = 1) -> FileReport:
+        """Check every byte.
+
+        Args:
+            part: Which of the files: those of one of `parts` equal parts. The index is always checked.
+            parts: How many ranks share the work.
+
+        Raises:
+            DamagedCheckpointError: Naming the file.
+
+        Cost:
+            One pass over these files.
+        """
+        report = self.index.verify()
+        shards = self.shards()
+        _check(self._place, shards[part::parts])
+        self.check_structure()
+        return FileReport(
+            path=self.path,
+            size_bytes=self.size_bytes,
+            records=len(shards) + 1,
+            self_proving=True,
+            format_version=report.format_version,
+            root=report.root,
+            header=report.header,
+        )
+
+
+def _check(place: Path, shards: Sequence[ShardFile]) -> None:
+    for name, size, root in shards:
+        if Path(name).name != name:
+            raise DamagedCheckpointError(path=place, reason=f"its index names {name!r}", record=INDEX)
+        try:
+            _, found_size, found_root = shard_of(place / name)
+        except FileNotFoundError:
+            if not place.is_dir():
+                raise  # pruned by its writer
+            raise DamagedCheckpointError(path=place, reason=f"{name} is missing", record=name) from None
+        if found_size != size:
+            raise DamagedCheckpointError(
+                path=place, reason=f"{name} has {found_size} bytes, {size} were written", record=name
+            )
+        if found_root != root:
+            raise DamagedCheckpointError(path=place, reason=f"{name} is not what was written", record=name)

@@ -1,0 +1,92 @@
+"""Groups of processes in tests: real ones over gloo, forked from a server that has imported torch, or by torchrun.
+
+A forked group can lose a member without an agent that then ends the others, so that what the survivors get is seen.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import os
+import pickle
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.children import Child
+from tests.faults import Ended
+
+
+def member(function: Callable[..., Any], rank: int, size: int, store: Path, arguments: Sequence[Any]) -> Any:
+    """Join a group and run a function in it."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=dt.timedelta(seconds=60)
+    )
+    return pickle.dumps(function(*arguments))  # as bytes: a tensor in shared memory would go with its process
+
+
+def run_all(size: int, function: Callable[..., Any], path: Path, *arguments: Any) -> list[Ended]:
+    """Run a function on every rank of a new group, and return how each ended."""
+    path.mkdir(parents=True, exist_ok=True)
+    store = path / f".store-{uuid.uuid4().hex}"
+    members = [Child(member, function, rank, size, store, (path, *arguments), talks=False) for rank in range(size)]
+    try:
+        return [_end_of(one) for one in members]
+    finally:
+        for one in members:
+            one.__exit__(None, None, None)
+        store.unlink(missing_ok=True)
+
+
+def _end_of(one: Child) -> Ended:
+    try:
+        return one.ended()
+    except AssertionError as error:  # it was made to hang, and ended itself
+        return Ended(None, None, error)
+
+
+def results(size: int, function: Callable[..., Any], path: Path, *arguments: Any) -> list[Any]:
+    """Run a function on every rank of a new group, and return what each rank returned."""
+    found = []
+    for rank, ended in enumerate(run_all(size, function, path, *arguments)):
+        if ended.error is not None:
+            raise AssertionError(f"rank {rank}: {type(ended.error).__name__}: {ended.error}") from ended.error
+        assert ended.signal is None, f"rank {rank}: {ended.signal}"
+        assert ended.value is not None, f"rank {rank} left without an answer"
+        found.append(answer(ended))
+    return found
+
+
+def answer(ended: Ended) -> Any:
+    """Return what a rank has returned."""
+    return pickle.loads(ended.value)
+
+
+def torchrun(size: int, *arguments: str, restarts: int = 0, seconds: float = 240) -> subprocess.CompletedProcess[str]:
+    """Run `tests.distributed.script` under torchrun."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size),
+        "--max-restarts", str(restarts), "--monitor-interval", "0.1", "-m", "tests.distributed.script", *arguments,
+    ]  # fmt: skip
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        # Else a restarted group meets in the store of the one before and finds its addresses, pytorch#135712.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
+
+
+def losses_in(path: Path) -> dict[int, float]:
+    """Return the losses that rank 0 has written down, the last one for each step."""
+    found = {}
+    for line in path.read_text().splitlines():
+        record = json.loads(line)
+        found[record["step"]] = record["loss"]
+    return dict(sorted(found.items()))
