@@ -24,6 +24,7 @@ from safeckpt.errors import (
 )
 from safeckpt.file import INDEX, CheckpointFile, CheckpointFolder, open_file, open_folder
 from safeckpt.store import CheckpointDirectory
+from safeckpt.threads import Progress
 
 __all__ = ["Catalog", "Checkpoint", "Opened", "latest"]
 
@@ -117,10 +118,12 @@ class Catalog:
 
     Attributes:
         directory: Where they are.
+        progress: Told how far the check of a checkpoint is that is opened to be read.
     """
 
     def __init__(self, directory: CheckpointDirectory) -> None:
         self.directory = directory
+        self.progress: Progress | None = None
         self._seen: OrderedDict[Path, tuple[_Identity, Checkpoint]] = OrderedDict()
         self._verdicts: OrderedDict[Path, tuple[_Identity, bool]] = OrderedDict()
 
@@ -151,7 +154,7 @@ class Catalog:
         path = self.directory.path_of(step)
         try:
             with _opened(path) as file:
-                yield file, _verified(file, step, path)
+                yield file, _verified(file, step, path, self.progress)
         except FileNotFoundError:
             steps = self.directory.steps()
             raise CheckpointNotFoundError(directory=self.directory.path, step=step, available_steps=steps) from None
@@ -167,9 +170,9 @@ class Catalog:
         with _opened(path) as file:
             checkpoint = _described(file, step, path)
             if isinstance(file, CheckpointFolder):
-                file.verify(part, parts)
+                file.verify(part, parts, progress=self.progress)
             else:
-                file.verify()
+                file.verify(progress=self.progress)
             yield file, checkpoint
 
     def is_good(self, step: int) -> bool:
@@ -236,7 +239,7 @@ class Catalog:
             path = self.directory.path_of(step)
             try:
                 with _opened(path) as file:
-                    yield file, _verified(file, step, path)
+                    yield file, _verified(file, step, path, self.progress)
             except FormatVersionError:
                 raise
             except FileNotFoundError:
@@ -302,10 +305,10 @@ def _described(file: Opened, step: int, path: Path) -> Checkpoint:
     return checkpoint
 
 
-def _verified(file: Opened, step: int, path: Path) -> Checkpoint:
+def _verified(file: Opened, step: int, path: Path, progress: Progress | None = None) -> Checkpoint:
     """Return the checkpoint in an open file after checking every byte of it."""
     checkpoint = _described(file, step, path)
-    file.verify()
+    file.verify(progress=progress)
     return checkpoint
 
 

@@ -15,6 +15,7 @@ from safeckpt.errors import NonFiniteError
 from safeckpt.file import FileReport
 from safeckpt.state.guard import find_nonfinite, nonfinite_loss
 from safeckpt.store import commit
+from safeckpt.threads import Progress
 
 __all__ = ["load", "save", "verify"]
 
@@ -146,13 +147,14 @@ def load(
         return opened.load(map_location=map_location, mmap=bool(mmap))
 
 
-def verify(path: str | os.PathLike[str]) -> FileReport:
+def verify(path: str | os.PathLike[str], *, progress: Progress | None = None) -> FileReport:
     """Check every byte of a file and return what it is.
 
     Args:
         path: A file that `save`, a `CheckpointManager` or plain `torch.save` wrote, or the directory of a sharded
             checkpoint. A file of plain torch can be checked by its record CRCs only; the report then says
             `self_proving=False`.
+        progress: Called with bytes done and bytes in all as the check goes on.
 
     Returns:
         The report.
@@ -166,4 +168,4 @@ def verify(path: str | os.PathLike[str]) -> FileReport:
         Reads the file once, at the speed of the disk or of CRC-32 on a few threads. Builds no tensor.
     """
     with _file.open_folder(path) if _file.is_folder(path) else _file.open_file(path) as opened:
-        return opened.verify()
+        return opened.verify(progress=progress)

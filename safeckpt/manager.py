@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import datetime as dt
+import functools
 import logging
 import os
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -59,6 +60,9 @@ class CheckpointManager:
         on_replica_drift: With a process group: what it is when the ranks' copies of what they train together are no
             longer equal: `"warn"` for a `ReplicaDriftWarning`, `"error"` for a `ReplicaDriftError`, `"ignore"`.
         agree_every: With a process group: the ranks agree on losses, signals and clocks at least every so many steps.
+        progress: Called as `progress(what, done_bytes, total_bytes)` every few megabytes while a checkpoint is written
+            (`"save"`; with `async_save` in the writing thread) and while it is checked before it is restored
+            (`"verify"`). What it raises stops the save or restore as any other error does.
 
     Raises:
         TypeError: An argument or a component is of a kind that is not accepted; the text names those that are.
@@ -97,6 +101,7 @@ class CheckpointManager:
         rank_timeout_seconds: float = 600.0,
         on_replica_drift: ReplayPolicy = "warn",
         agree_every: int = 10,
+        progress: Callable[[str, int, int], object] | None = None,
     ) -> None:
         files = CheckpointDirectory(directory)
         lock = WriterLock(directory, lock_timeout_seconds)
@@ -116,6 +121,10 @@ class CheckpointManager:
             raise ValueError(f"agree_every must be an int, 1 or more; got {agree_every!r}")
         self._components = register(components)
         self._replay = Replay(files.losses, on_replay_mismatch, self._run.event, lambda: self._run.lock.held)
+        if progress is not None and not callable(progress):
+            raise TypeError(f"progress must be callable as progress(what, done_bytes, total_bytes); got {progress!r}")
+        if progress is not None:
+            self._run.catalog.progress = functools.partial(progress, "verify")
         self._restorer = Restorer(self._run, self._components)
         self._rollbacks = Rollbacks(self._run, self._components, max_rollbacks)
         for line in uncaptured(components):
@@ -131,6 +140,7 @@ class CheckpointManager:
             asynchronous=async_save,
             drift=on_replica_drift,
             agree_every=agree_every,
+            progress=None if progress is None else functools.partial(progress, "save"),
         )
 
     @property

@@ -6,7 +6,9 @@ import os
 import threading
 from collections.abc import Callable
 
-__all__ = ["in_threads", "worker_count"]
+__all__ = ["Progress", "in_threads", "worker_count"]
+
+Progress = Callable[[int, int], object]  # told of bytes done and bytes in all, in the thread that asked for the work
 
 _MOST_WORKERS = 4  # a checksum reads about 2.4 GB/s a core; more than four cores would wait for memory
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import click
 import torch
+from rich.progress import Progress
 
 from safeckpt.catalog import Catalog, reason_of
 from safeckpt.cli.contents import read
@@ -39,8 +40,9 @@ def verify_paths(screen: Screen, paths: Sequence[str]) -> int:
     with screen.progress(sum(file.stat().st_size for file in files)) as progress:
         for file in files:
             progress.update(progress.task_ids[0], description=file.name)
-            results.append(_verified(file))
-            progress.advance(progress.task_ids[0], results[-1]["size_bytes"])
+            shown = functools.partial(_show, progress, progress.tasks[0].completed)
+            results.append(_verified(file, shown))
+            shown(results[-1]["size_bytes"], 0)
     bad = [one for one in results if not one["good"]]
     if screen.as_json:
         screen.json(results)
@@ -69,9 +71,13 @@ def _files_of(path: Path) -> list[Path]:
     return found
 
 
-def _verified(file: Path) -> dict[str, Any]:
+def _show(bar: Progress, before: float, done_bytes: int, _: int) -> None:
+    bar.update(bar.task_ids[0], completed=before + done_bytes)
+
+
+def _verified(file: Path, progress: Callable[[int, int], object] | None = None) -> dict[str, Any]:
     try:
-        report = verify(file)
+        report = verify(file, progress=progress)
     except LoadError as error:
         where = getattr(error, "record", None)
         reason = f"DAMAGED: {reason_of(error)}" + (f" (in {where})" if where else "")

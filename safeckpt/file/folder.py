@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from safeckpt.file.mapped import Mapped
+    from safeckpt.threads import Progress
 
 __all__ = ["INDEX", "CheckpointFolder", "ShardFile", "is_folder", "open_folder", "shard_of"]
 
@@ -137,12 +138,13 @@ class CheckpointFolder:
                 path=self.path, reason="its index does not say what belongs to it", record=INDEX
             ) from error
 
-    def verify(self, part: int = 0, parts: int = 1) -> FileReport:
+    def verify(self, part: int = 0, parts: int = 1, *, progress: Progress | None = None) -> FileReport:
         """Check every byte.
 
         Args:
             part: Which of the files: those of one of `parts` equal parts. The index is always checked.
             parts: How many ranks share the work.
+            progress: Called with bytes done and bytes in all after each file.
 
         Raises:
             DamagedCheckpointError: Naming the file.
@@ -152,7 +154,7 @@ class CheckpointFolder:
         """
         report = self.index.verify()
         shards = self.shards()
-        _check(self._place, shards[part::parts])
+        _check(self._place, shards[part::parts], progress)
         self.check_structure()
         return FileReport(
             path=self.path,
@@ -165,7 +167,8 @@ class CheckpointFolder:
         )
 
 
-def _check(place: Path, shards: Sequence[ShardFile]) -> None:
+def _check(place: Path, shards: Sequence[ShardFile], progress: Progress | None) -> None:
+    done, total = 0, sum(size for _, size, _ in shards)
     for name, size, root in shards:
         if Path(name).name != name:
             raise DamagedCheckpointError(path=place, reason=f"its index names {name!r}", record=INDEX)
@@ -181,3 +184,6 @@ def _check(place: Path, shards: Sequence[ShardFile]) -> None:
             )
         if found_root != root:
             raise DamagedCheckpointError(path=place, reason=f"{name} is not what was written", record=name)
+        done += size
+        if progress is not None:
+            progress(done, total)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from safeckpt.file.directory import Directory
     from safeckpt.file.source import Source
     from safeckpt.file.trailer import Trailer
+    from safeckpt.threads import Progress
 
 __all__ = ["CheckpointFile", "open_file", "verify"]
 
@@ -50,10 +51,10 @@ def open_file(f: str | os.PathLike[str] | IO[bytes]) -> CheckpointFile:
         raise
 
 
-def verify(f: str | os.PathLike[str] | IO[bytes]) -> FileReport:
+def verify(f: str | os.PathLike[str] | IO[bytes], progress: Progress | None = None) -> FileReport:
     """Check every byte of a file, see :meth:`CheckpointFile.verify`."""
     with open_file(f) as file:
-        return file.verify()
+        return file.verify(progress)
 
 
 class CheckpointFile:
@@ -128,11 +129,14 @@ class CheckpointFile:
     def _damaged_header(self) -> DamagedCheckpointError:
         return DamagedCheckpointError(path=self.path, reason="its header is not what was written", record=HEADER_RECORD)
 
-    def verify(self) -> FileReport:
+    def verify(self, progress: Progress | None = None) -> FileReport:
         """Check every byte.
 
         A file of safeckpt is compared with the digest in its trailer. A file that plain torch wrote has only the
         CRC-32 of each record, and the report says so.
+
+        Args:
+            progress: Called with bytes done and bytes in all as the check goes on; at its end with both equal.
 
         Raises:
             DamagedCheckpointError: Naming the record or the region that is damaged.
@@ -146,8 +150,10 @@ class CheckpointFile:
         else:
             size = self.trailer.size_bytes
             chunks = [(start, min(CHUNK_BYTES, size - start)) for start in range(0, size, CHUNK_BYTES)]
-            if root_of(self._source.crcs(chunks), size) != self.trailer.root:
+            if root_of(self._source.crcs(chunks, progress), size) != self.trailer.root:
                 raise find_damage(self._source, directory)
+        if progress is not None:
+            progress(self.size_bytes, self.size_bytes)
         return FileReport(
             path=self.path,
             size_bytes=self.size_bytes,

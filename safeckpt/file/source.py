@@ -11,12 +11,13 @@ import os
 import stat
 import threading
 from collections import deque
+from itertools import accumulate
 from typing import IO, TYPE_CHECKING
 from zlib import crc32
 
 from safeckpt.errors import DamagedCheckpointError
 from safeckpt.file.checksum import CHUNK_BYTES, combine
-from safeckpt.threads import in_threads
+from safeckpt.threads import Progress, in_threads
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,7 +90,7 @@ class Source:
         self.read_into(memoryview(buffer), offset)
         return bytes(buffer)
 
-    def crcs(self, ranges: Sequence[tuple[int, int]]) -> list[int]:
+    def crcs(self, ranges: Sequence[tuple[int, int]], progress: Progress | None = None) -> list[int]:
         """Return the CRC-32 of each (offset, length), computed in a few threads where that pays."""
         total = sum(length for _, length in ranges)
         if total <= _ALONE_BYTES or self.descriptor is None:
@@ -103,13 +104,15 @@ class Source:
             for start in range(offset, offset + length, CHUNK_BYTES)
         ]
         crcs = [0] * len(ranges)
-        for (index, _, length), crc in zip(pieces, self._crcs_in_threads(pieces), strict=True):
+        for (index, _, length), crc in zip(pieces, self._crcs_in_threads(pieces, progress), strict=True):
             crcs[index] = combine(crcs[index], crc, length)
         return crcs
 
-    def _crcs_in_threads(self, pieces: Sequence[tuple[int, int, int]]) -> list[int]:
+    def _crcs_in_threads(self, pieces: Sequence[tuple[int, int, int]], progress: Progress | None) -> list[int]:
         crcs = [0] * len(pieces)
         todo = deque(range(len(pieces)))
+        asking = threading.get_ident()
+        ends = list(accumulate(length for _, _, length in pieces))
 
         def work() -> None:
             buffer = memoryview(bytearray(_READ_BYTES))
@@ -119,6 +122,8 @@ class Source:
                 except IndexError:  # another thread took the last one
                     return
                 crcs[index] = self._crc(*pieces[index][1:], buffer)
+                if progress is not None and threading.get_ident() == asking:
+                    progress(ends[index], ends[-1])
 
         in_threads(work, todo.clear, name="safeckpt-verify")
         return crcs

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from safeckpt.file.checksum import CrcTask
     from safeckpt.file.contents import Content
     from safeckpt.file.pickling import Pickled
+    from safeckpt.threads import Progress
 
 __all__ = ["PreparedFile", "Writable", "WrittenFile", "header_bytes", "prepare", "write_file"]
 
@@ -87,11 +88,12 @@ class PreparedFile:
     _names: Sequence[str]
     _contents: Sequence[Content | bytes]
 
-    def write(self, f: Writable) -> WrittenFile:
+    def write(self, f: Writable, progress: Progress | None = None) -> WrittenFile:
         """Write it.
 
         Args:
             f: Where to write; raw files that write short are fine.
+            progress: Called with bytes written and bytes in all, after each piece of some megabytes.
 
         Returns:
             Size and digest.
@@ -104,7 +106,7 @@ class PreparedFile:
             device is staged through host memory one chunk at a time.
         """
         with CrcPool() as pool:
-            return _Writer(f, pool).write(self._names, self._contents)
+            return _Writer(f, pool, progress, self.size_bytes).write(self._names, self._contents)
 
 
 def prepare(payload: object, *, header: Mapping[str, Any] | None = None, pickle_protocol: int = 2) -> PreparedFile:
@@ -170,7 +172,10 @@ def _check_readable(pickled: Pickled) -> None:
 class _Writer:
     """The sink: counts, digests, joins small writes."""
 
-    def __init__(self, f: Writable, pool: CrcPool) -> None:
+    def __init__(self, f: Writable, pool: CrcPool, progress: Progress | None = None, size_bytes: int = 0) -> None:
+        self._progress = progress
+        self._size_bytes = size_bytes
+        self._sent_bytes = 0
         self._f = f
         self._pool = pool
         self._small = bytearray()
@@ -246,8 +251,11 @@ class _Writer:
             if taken is None:
                 if isinstance(self._f, io.RawIOBase):
                     raise BlockingIOError(errno.EAGAIN, "the file is in non-blocking mode and takes no bytes", taken)
-                return  # objects of the caller's own need not count
+                break  # objects of the caller's own need not count
             view = view[taken:]
+        self._sent_bytes += len(data)
+        if self._progress is not None:
+            self._progress(self._sent_bytes, self._size_bytes)
 
 
 def _pieces(entries: Sequence[Entry], contents: Sequence[Content | bytes]) -> Iterator[memoryview]:

@@ -62,6 +62,7 @@ from safeckpt.state import (
     nonfinite_loss,
     to_cpu,
 )
+from safeckpt.threads import Progress
 
 __all__ = ["Saver"]
 
@@ -109,6 +110,7 @@ class Saver:
         asynchronous: Whether a thread writes.
         drift: What it is when replicas differ: `"warn"`, `"error"` or `"ignore"`.
         agree_every: After how many steps the ranks agree on their losses at the latest.
+        progress: Told how much of a file is written.
 
     Attributes:
         writer: The thread.
@@ -130,6 +132,7 @@ class Saver:
         asynchronous: bool,
         drift: str,
         agree_every: int,
+        progress: Progress | None = None,
     ) -> None:
         self._run = run
         self._components = components
@@ -139,6 +142,7 @@ class Saver:
         self._replay = replay
         self._drift = drift
         self._agree_every = agree_every
+        self._progress = progress
         self._staging = Staging() if asynchronous else None
         self._warmed = False
         self.writer = BackgroundWriter()
@@ -308,7 +312,9 @@ class Saver:
         files = self._run.files
         return self._commit(
             checkpoint,
-            lambda: files.commit_step(checkpoint.step, prepared.write, size_bytes=prepared.size_bytes),
+            lambda: files.commit_step(
+                checkpoint.step, lambda f: prepared.write(f, self._progress), size_bytes=prepared.size_bytes
+            ),
         )
 
     def _commit(self, checkpoint: Checkpoint, commit: Callable[[], object]) -> Checkpoint:
