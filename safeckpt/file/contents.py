@@ -110,5 +110,5 @@ class Pack:
     def pieces(self, cuts: Iterable[tuple[int, int]]) -> Iterator[memoryview]:
         """Copy the tensors together, then give the bytes of every cut."""
         with torch.no_grad():
-            joined = torch.cat([part.reshape(-1) for part in self.parts])
+            joined = torch.cat([part if part.dim() == 1 else part.reshape(-1) for part in self.parts])
         return _host_pieces(storage_bytes(joined.untyped_storage(), 0, self.nbytes), cuts)

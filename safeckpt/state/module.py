@@ -93,9 +93,10 @@ class ModuleComponent(Component):
         raw = self.obj.state_dict()
         state: OrderedDict[str, Any] = OrderedDict()
         for key, value in raw.items():
-            # A lazy parameter has no values to detach; it is refused by name when the payload is encoded.
-            plain = not isinstance(value, torch.Tensor) or nn.parameter.is_lazy(value)
-            state[_clean_key(key, modules)] = value if plain else value.detach()
+            # Torch has detached nearly all of them. A lazy parameter has no values to detach; it is refused by name when
+            # the payload is encoded.
+            attached = isinstance(value, torch.Tensor) and (value.requires_grad or isinstance(value, nn.Parameter))
+            state[_clean_key(key, modules)] = value.detach() if attached and not nn.parameter.is_lazy(value) else value
         metadata = getattr(raw, "_metadata", None)
         if metadata is not None:
             state._metadata = OrderedDict(  # type: ignore[attr-defined] # torch puts its versions there

@@ -66,15 +66,18 @@ def capture(components: Mapping[str, Component], *, gradients: Mapping[str, torc
 
 def _ties(captured: Mapping[str, Captured]) -> list[list[str]]:
     """Return the names of module tensors that are one tensor in memory, in groups of two and more."""
-    groups: dict[tuple[Any, ...], list[str]] = {}
+    by_address: dict[int, list[tuple[str, torch.Tensor]]] = {}
     for component, one in captured.items():
         if "requires_grad" not in one.record:
             continue  # no module
         for key, tensor in one.state.items():
             if isinstance(tensor, torch.Tensor) and _has_memory(tensor):
-                own = _memory_of(tensor)
-                where = (own.device, own.data_ptr(), own.dtype, tuple(own.size()), own.stride())
-                groups.setdefault(where, []).append(join(component, key))
+                by_address.setdefault(_memory_of(tensor).data_ptr(), []).append((join(component, key), tensor))
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for address, found in by_address.items():
+        for name, tensor in found if len(found) > 1 else ():
+            where = (address, tensor.device, tensor.dtype, tuple(tensor.size()), tensor.stride())
+            groups.setdefault(where, []).append(name)
     return [names for names in groups.values() if len(names) > 1]
 
 
