@@ -93,8 +93,8 @@ class ModuleComponent(Component):
         raw = self.obj.state_dict()
         state: OrderedDict[str, Any] = OrderedDict()
         for key, value in raw.items():
-            # Torch has detached nearly all of them. A lazy parameter has no values to detach; it is refused by name when
-            # the payload is encoded.
+            # Torch has detached nearly all of them. A lazy parameter has no values to detach; it is refused by name
+            # when the payload is encoded.
             attached = isinstance(value, torch.Tensor) and (value.requires_grad or isinstance(value, nn.Parameter))
             state[_clean_key(key, modules)] = value.detach() if attached and not nn.parameter.is_lazy(value) else value
         metadata = getattr(raw, "_metadata", None)
