@@ -152,6 +152,7 @@ class CheckpointManager:
         self._known: set[int] = set()  # steps in the directory that belong to this run
         self._left: set[int] = set()  # known steps above the restored one: set aside before the next save
         self._begun = False  # a step was ended, saved or restored
+        self._half_restored = False  # the objects may be a mixture of two states, or not those of the step noted here
         self._failed: tuple[int, str] | None = None  # the step that was refused last, and why
         self._rollbacks: list[tuple[int, bool]] = []  # (failing step, whether something was changed) since a new save
         self._closed = False
@@ -258,7 +259,8 @@ class CheckpointManager:
             StepExistsError: The step is the last one that was saved or restored.
             DirectoryInUseError: The directory holds checkpoints that this manager did not restore from.
             DirectoryLockedError: Another writer holds the directory.
-            ValueError: The step is lower than one that was saved, restored or ended.
+            ValueError: The step is lower than one that was saved, restored or ended; or the last restore or rollback
+                was interrupted, so that the objects may be a mixture of two states.
             OSError: The system refused, with errno: every earlier file is untouched, no temporary file is left.
             DurabilityUnknownError: The file is in place, but a power loss may still take it back; nothing was pruned.
 
@@ -349,6 +351,7 @@ class CheckpointManager:
         step = checked_step(step)
         checked_metrics(metrics)
         self._refuse_closed()
+        self._refuse_mixture()
         if step <= self._step and self._begun:
             raise ValueError(f"step {step} is not higher than step {self._step}, the last one ended, saved or restored")
         loss = as_numbers(loss)  # read from the device once
@@ -365,9 +368,17 @@ class CheckpointManager:
         if self._closed:
             raise ValueError("this manager is closed; build a new one and restore() to go on")
 
+    def _refuse_mixture(self) -> None:
+        if self._half_restored:
+            raise ValueError(
+                "the last restore stopped half-way, by an interrupt or an error in a component's load_state_dict: the "
+                "objects may be a mixture of two states; call restore() or rollback() again before going on"
+            )
+
     def _next_step(self, step: int) -> int:
         step = checked_step(step)
         self._refuse_closed()
+        self._refuse_mixture()
         if step == self._saved:
             raise StepExistsError(step=step, path=self._files.path_of(step))
         if step < self._step or (self._saved is not None and step < self._saved):
@@ -525,6 +536,7 @@ class CheckpointManager:
             self._replay.restored(checkpoint.step, same=same, changed=ready.environment)
         else:
             self._replay.left(self._saved)
+        self._half_restored = False
         self._report(checkpoint, ready, rejected, "restored", only=None if only is None else list(only))
         return checkpoint
 
@@ -573,6 +585,7 @@ class CheckpointManager:
                     raise
                 reason = reason_of(error)
             else:
+                self._half_restored = True  # until the caller has noted where the run is now
                 ready.apply()
                 return checkpoint, ready
             rejected[checkpoint.path] = reason
@@ -669,6 +682,7 @@ class CheckpointManager:
         self._adopt(checkpoint)
         self._replay.restored(checkpoint.step, same=not changes)
         self._rollbacks.append((failing, changes))
+        self._half_restored = False
         if self._left:
             self._enter_directory()
         data = {"failed_step": failing, "why": why, "left_out": left_out, "changed": changed, "source": source}
@@ -682,6 +696,7 @@ class CheckpointManager:
             return None
         checkpoint = self._catalog.peek(self._saved)
         ready = plan(self._components, self._copied[1], path=checkpoint.path)
+        self._half_restored = True
         ready.apply()
         return checkpoint, ready
 
