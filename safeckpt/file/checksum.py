@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Self
 from zlib import crc32
 
-from safeckpt.threads import worker_count
+from safeckpt.threads import start, worker_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -177,9 +177,7 @@ class CrcPool:
             thread = threading.Thread(target=self._work, name="safeckpt-crc", daemon=True)
             # Listed before it runs: a thread that Ctrl-C kept off the list would take the end mark of another.
             self._threads.append(thread)
-            try:
-                thread.start()
-            except RuntimeError:  # the interpreter is exiting, or the process has no thread left
+            if not start(thread):
                 self._threads.remove(thread)
                 break
         self._inline = not self._threads
@@ -200,6 +198,6 @@ class CrcPool:
         for _ in self._threads:
             self._tasks.put(None)
         for thread in self._threads:
-            if thread.ident is not None:  # interrupted before its start
+            if thread.is_alive():  # one whose start was interrupted may begin after this, and finds its end mark
                 thread.join()
         self._threads.clear()

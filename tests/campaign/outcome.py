@@ -120,5 +120,5 @@ def _alone(function: Callable[..., Outcome], arguments: tuple[Any, ...]) -> Outc
     global _is_alone  # noqa: PLW0603 - one process, one class
     _is_alone = True
     faulthandler.cancel_dump_traceback_later()
-    faulthandler.dump_traceback_later(_MOST_SECONDS, exit=True)
+    faulthandler.dump_traceback_later(int(os.environ.get("CAMPAIGN_SECONDS", _MOST_SECONDS)), exit=True)
     return function(*arguments)
