@@ -87,9 +87,8 @@ class BackgroundWriter:
         if self._thread is not None:
             if self._pid == os.getpid():  # a forked child has no such thread, and would wait for ever
                 with self._running:
-                    pass
-                if self._thread.is_alive():
-                    self._thread.join()
+                    if self._thread.is_alive():
+                        self._thread.join()
             self._thread = None
         failure, self._failure = self._failure, None
         if failure is not None:
