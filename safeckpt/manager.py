@@ -522,8 +522,9 @@ class CheckpointManager:
         if step is not None:
             step = checked_step(step)
         self.wait()
-        if step is not None and step not in self._files.steps():
-            raise CheckpointNotFoundError(directory=self._files.path, step=step, available_steps=self._files.steps())
+        there = self._files.steps()
+        if step is not None and step not in there:
+            raise CheckpointNotFoundError(directory=self._files.path, step=step, available_steps=there)
         rejected: dict[Path, str] = {}
         found = self._restored(step, only, keep_live, rejected)
         if found is None:
@@ -531,7 +532,7 @@ class CheckpointManager:
         checkpoint, ready = found
         whole = only is None or set(self._components) <= set(only)
         if whole:
-            self._adopt(checkpoint)
+            self._adopt(checkpoint, there)
             same = not keep_live and (step is None or not self._left) and (only is None or "rng" in only)
             self._replay.restored(checkpoint.step, same=same, changed=ready.environment)
         else:
@@ -617,12 +618,17 @@ class CheckpointManager:
             raise DamagedCheckpointError(path=file.path, reason=f"it is not finite ({bad[0]})")
         return ready
 
-    def _adopt(self, checkpoint: Checkpoint) -> None:
-        """Go on from a checkpoint: the directory's files are this run's, those above the checkpoint will make way."""
+    def _adopt(self, checkpoint: Checkpoint, there: Collection[int]) -> None:
+        """Go on from a checkpoint: the directory's files are this run's, those above the checkpoint will make way.
+
+        Args:
+            checkpoint: The one that was restored.
+            there: The steps before it was looked for. A higher one that came meanwhile is another writer's newest.
+        """
         self._run_id = checkpoint.run_id
         self._step = self._saved = checkpoint.step
         self._begun = True
-        self._known = set(self._files.steps())
+        self._known = {step for step in self._files.steps() if step <= checkpoint.step or step in there}
         self._left = {step for step in self._known if step > checkpoint.step}
         self._failed = None
         self._due.saved(checkpoint.step)
@@ -668,6 +674,7 @@ class CheckpointManager:
         if self._saved is None:
             raise CheckpointNotFoundError(directory=self._files.path)
         self._enter_directory()
+        there = self._files.steps()
         rejected: dict[Path, str] = {}
         source = "memory"
         found = self._restored_from_memory()
@@ -679,7 +686,7 @@ class CheckpointManager:
         checkpoint, ready = found
         for component, positions in left_out.items():
             self._components[component].obj.leave_out(positions)
-        self._adopt(checkpoint)
+        self._adopt(checkpoint, there)
         self._replay.restored(checkpoint.step, same=not changes)
         self._rollbacks.append((failing, changes))
         self._half_restored = False
