@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import faulthandler
 import importlib
+import logging
 import os
 import shutil
 import tempfile
@@ -100,6 +101,16 @@ def scratch() -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep what the library logs, failures made on purpose, off the screen."""
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
 _MOST_SECONDS = 3_600
 _is_alone = False
 
@@ -120,5 +131,5 @@ def _alone(function: Callable[..., Outcome], arguments: tuple[Any, ...]) -> Outc
     global _is_alone  # noqa: PLW0603 - one process, one class
     _is_alone = True
     faulthandler.cancel_dump_traceback_later()
-    faulthandler.dump_traceback_later(int(os.environ.get("CAMPAIGN_SECONDS", _MOST_SECONDS)), exit=True)
+    faulthandler.dump_traceback_later(_MOST_SECONDS, exit=True)
     return function(*arguments)
