@@ -26,10 +26,10 @@ from tests.campaign.outcome import Outcome, Scale, alone, scratch
 from tests.campaign.stories import State, WrongBitsError, state_of
 from tests.crash.scenarios import new_run, set_state
 from tests.faults import Operation, intercept
-from tests.manager.helpers import flip, manager_of, step_path, temps_in
+from tests.manager.helpers import flip, manager_of, step_path, steps_in, temps_in
 from tests.training import Marked
 
-_ROUNDS = {"fast": 100, "full": 2_000}
+_ROUNDS = {"fast": 100, "full": 1_000}
 _MOST_OPERATIONS = 150  # about six saves
 _MOST_SECONDS = 0.06
 _MOST_ACTS = 1_000
@@ -84,6 +84,7 @@ def _kill_them(scale: Scale, seed: int) -> Outcome:
     outcome.figures = {"signals": {}, "half-written files left": 0, "checkpoints acknowledged": 0}
     choose = random.Random(seed)
     allowed: frozenset[State] = frozenset({(0, 0)})
+    damaged: set[int] = set()  # steps whose file was damaged on purpose
     with scratch() as folder:
         path = folder / "run"
         for number in range(_ROUNDS[scale]):
@@ -96,6 +97,7 @@ def _kill_them(scale: Scale, seed: int) -> Outcome:
                 allowed |= _states(message, "may")
                 allowed = _states(message, "now") or allowed
                 outcome.figures["checkpoints acknowledged"] += "now" in message
+                damaged |= {message["damaged"]} if "damaged" in message else set()
                 if "wrong" in message:
                     outcome.lose(f"process {number}, {death}: {message['wrong']}")
             ended = messages[-1].get("ended") if messages else None
@@ -103,6 +105,9 @@ def _kill_them(scale: Scale, seed: int) -> Outcome:
             if gone != (death.number is signal.SIGKILL or (death.number is signal.SIGTERM and not death.graceful)):
                 outcome.lose(f"process {number}, {death}: ended by {ended}")
             if path.exists():
+                for step in steps_in(path):
+                    if step not in damaged and not _is_good(step_path(path, step)):
+                        outcome.lose(f"process {number}, {death}: the file of step {step} is not whole")
                 outcome.figures["half-written files left"] += bool(temps_in(path))
                 allowed = _check(path, allowed, f"process {number}, {death}", outcome)
     return outcome
@@ -310,7 +315,7 @@ class _Writer:
         good = self._good()
         if len(good) < 2:
             return
-        self._say(may=good[-2:])
+        self._say(may=good[-2:], damaged=good[-1][0])
         flip(step_path(self._manager.directory, good[-1][0]))
         self._safe = good[-2]
         self._say(now=[self._safe])

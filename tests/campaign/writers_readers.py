@@ -23,7 +23,7 @@ from tests.campaign.stories import state_of
 from tests.crash.scenarios import new_run, set_state
 from tests.manager.helpers import manager_of, steps_in
 
-_SAVES = {"fast": 60, "full": 1_500}
+_SAVES = {"fast": 60, "full": 600}
 _SAVES_A_KILL = 12
 _MOST_SECONDS = 60  # without a save: only a hang takes so long
 

@@ -97,7 +97,7 @@ class Disk:
                 assert operation.data is not None
                 self._open[name].writes.append((operation.offset, operation.data))
             case "sync":
-                file = self._open[name]
+                file = self._open[name] if name in self._open else self._now[name]
                 file.durable, file.writes = file.content, []
             case "replace":
                 assert operation.target is not None
