@@ -83,8 +83,16 @@ class _Tracer:
 
     def _trace(self, frame: Any, event: str, _: Any) -> Any:
         code = frame.f_code
-        # Python swallows whatever is raised in a finalizer, or in a callback of a weak reference.
-        if code.co_name in {"__del__", "_close_all", "_end", "_remove", "remove"} or code.co_filename.startswith(_OWN):
+        # Python swallows whatever is raised in a finalizer, in a callback of a weak reference, and in a bare
+        # `except: pass` of copyreg's _slotnames.
+        if code.co_name in {
+            "__del__",
+            "_close_all",
+            "_end",
+            "_remove",
+            "_slotnames",
+            "remove",
+        } or code.co_filename.startswith(_OWN):
             return None
         if event == "line" and _leaves_a_with(frame):
             return self._trace
