@@ -206,10 +206,11 @@ def _work(path: Path, death: _Death, say: Say) -> None:
         due = seen == death.operation
         if due and death.when == "before":
             os.kill(os.getpid(), death.number)
-        result = call()
-        if due and death.when == "after":
-            os.kill(os.getpid(), death.number)
-        return result
+        try:
+            return call()
+        finally:  # also after a call that fails by itself
+            if due and death.when == "after":
+                os.kill(os.getpid(), death.number)
 
     warnings.simplefilter("ignore")
     with manager_of(path, run, **options) as manager:
