@@ -26,9 +26,9 @@ from tests.manager.helpers import manager_of, steps_in
 _SAVES = {"fast": 240, "full": 5_000}
 _WINDOWS = 6  # equal parts of the run; the first one fills caches and pools and is not compared
 
-# The allocator keeps pages of its own accord, and the catalog a line for each file it has seen (some 500 bytes a save).
-_MOST_GROWTH_BYTES = 8 << 20
-_MOST_GROWTH_BYTES_A_SAVE = 1 << 10
+_MOST_GROWTH_BYTES = 4 << 20  # the allocator keeps pages of its own accord
+_MOST_GROWTH_BYTES_A_SAVE = 400  # the number of a step, and its file's name parsed (the last 65,536 are kept)
+_MOST_OBJECTS_A_SAVE = 1
 _MOST_CHECKPOINTS = 3 + 1 + 1  # keep_last, keep_best, one being written
 _MOST_ASIDES = 4  # of the last two rewinds: each is outrun after keep_last more checkpoints
 
@@ -106,6 +106,8 @@ def _compare(windows: list[dict[str, int]], saves: int, outcome: Outcome) -> Non
     most = _MOST_GROWTH_BYTES + _MOST_GROWTH_BYTES_A_SAVE * saves
     if last["memory_bytes"] - first["memory_bytes"] > most:
         outcome.lose(f"memory grew from {first['memory_bytes']} to {last['memory_bytes']} bytes")
+    if last["objects"] - first["objects"] > _MOST_OBJECTS_A_SAVE * saves:
+        outcome.lose(f"objects: {first['objects']}, in the end {last['objects']}")
     for what in ("descriptors", "threads"):
         if last[what] > first[what]:
             outcome.lose(f"{what}: {first[what]}, in the end {last[what]}")

@@ -224,6 +224,10 @@ def _open_and_forget() -> None:
     directory_module.CheckpointDirectory.commit_step = forgetful  # type: ignore[method-assign]
 
 
+def _forget_nothing() -> None:
+    Catalog.forget = lambda self, path: None  # type: ignore[method-assign]
+
+
 MUTATIONS: list[tuple[Callable[[], None], str]] = [
     # The store's protocol
     (_skip_file_sync, "crash_points"),
@@ -248,6 +252,7 @@ MUTATIONS: list[tuple[Callable[[], None], str]] = [
     (_take_strangers_for_own, "writers_readers"),
     (_prune_nothing, "long_run"),
     (_open_and_forget, "long_run"),
+    (_forget_nothing, "long_run"),
     # Damaged and hostile files
 ]
 
