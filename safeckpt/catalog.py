@@ -197,6 +197,11 @@ class Catalog:
         with contextlib.suppress(OSError):
             _remember(self._verdicts, path, (_identity(path), True))
 
+    def forget(self, path: Path) -> None:
+        """Drop what is remembered of a file that was deleted: a long run deletes very many."""
+        self._seen.pop(path, None)
+        self._verdicts.pop(path, None)
+
     def listed(self) -> tuple[Checkpoint, ...]:
         """Return what passes the cheap check, ascending by step; what does not is a warning each.
 

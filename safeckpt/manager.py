@@ -245,7 +245,8 @@ class CheckpointManager:
             StepExistsError: The step is the last one that was saved or restored.
             DirectoryInUseError: The directory holds checkpoints that this manager did not restore from.
             DirectoryLockedError: Another writer holds the directory.
-            ValueError: The step is lower than one that was saved, restored or ended.
+            ValueError: The step is lower than one that was saved, restored or ended; or the last restore or rollback
+                was interrupted, so that the objects may be a mixture of two states.
             OSError: The system refused, with errno: every earlier file is untouched, no temporary file is left.
             DurabilityUnknownError: The file is in place, but a power loss may still take it back; nothing was pruned.
 
@@ -329,6 +330,7 @@ class CheckpointManager:
         if step is not None:
             step = checked_step(step)
         self.wait()
+        there = run.files.steps()
         rejected: dict[Path, str] = {}
         found = self._restorer.restored(step, only, keep_live, rejected)
         if found is None:
@@ -336,12 +338,13 @@ class CheckpointManager:
         checkpoint, ready, resized = found
         whole = only is None or set(self._components) <= set(only)
         if whole:
-            run.adopt(checkpoint)
+            run.adopt(checkpoint, there)
         if run.leads and whole:
             same = not keep_live and (step is None or not run.left) and (only is None or "rng" in only) and not resized
             self._replay.restored(checkpoint.step, same=same, changed=ready.environment)
         elif run.leads:
             self._replay.left(run.saved)
+        run.half_restored = False
         self._restorer.report(checkpoint, ready, rejected, "restored", only=None if only is None else list(only))
         return checkpoint
 
@@ -397,6 +400,7 @@ class CheckpointManager:
         group = run.group
         _, failing, why = group.together("rolling back", begun, lambda answers: answers[0])
         changes = changed or skip_batches > 0
+        there = run.files.steps()
         rejected: dict[Path, str] = {}
         source = "memory"
         found = self._restorer.restored_from_memory(self._saver.copied)
@@ -408,10 +412,11 @@ class CheckpointManager:
         checkpoint, ready, _ = found
         for component, positions in mine[0].items():
             self._components[component].obj.leave_out(positions)
-        run.adopt(checkpoint)
+        run.adopt(checkpoint, there)
         if run.leads:
             self._replay.restored(checkpoint.step, same=not changes)
         run.rollbacks.append((failing, changes))
+        run.half_restored = False
         group.together("setting aside", lambda: run.enter_directory() if run.leads and run.left else None)
         data = {"failed_step": failing, "why": why, "left_out": mine[0], "changed": changed, "source": source}
         self._restorer.report(checkpoint, ready, rejected, "rolled_back", **data)

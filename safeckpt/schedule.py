@@ -128,7 +128,12 @@ class Pruning:
             is_good_aside=lambda aside: self._catalog.is_good_file(aside.path, aside.step),
         )
         for aside in outrun:
-            self._files.remove_aside(aside)
+            if self._files.remove_aside(aside):
+                self._catalog.forget(aside.path)
+        gone = set(pruned)
+        for step in gone:
+            self._catalog.forget(self._files.path_of(step))
+        self._scores = {key: score for key, score in self._scores.items() if key[1] not in gone}
         return pruned
 
     def _score(self, metric: str, step: int) -> float | None:

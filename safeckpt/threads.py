@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable
 
-__all__ = ["Progress", "in_threads", "worker_count"]
+__all__ = ["Progress", "in_threads", "start", "worker_count"]
 
 Progress = Callable[[int, int], object]  # told of bytes done and bytes in all, in the thread that asked for the work
 
@@ -17,6 +17,23 @@ def worker_count() -> int:
     """Return how many threads are worth having on this machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(_MOST_WORKERS, cores))
+
+
+def start(thread: threading.Thread) -> bool:
+    """Start a thread, and return whether there is one: an interpreter that exits, or a full process, has none left.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C. The thread may have begun, may yet begin, or never will.
+    """
+    try:
+        thread.start()
+    except RuntimeError as error:
+        # Python waits for the thread's first sign of life, and a Ctrl-C between two lines of that wait comes out as
+        # "release unlocked lock" (threading.Condition.wait).
+        if isinstance(error.__context__, KeyboardInterrupt):
+            raise error.__context__ from None
+        return False
+    return True
 
 
 def in_threads(work: Callable[[], None], stop: Callable[[], None], *, name: str) -> None:
@@ -42,17 +59,16 @@ def in_threads(work: Callable[[], None], stop: Callable[[], None], *, name: str)
     try:
         for _ in range(worker_count() - 1):
             thread = threading.Thread(target=helper, name=name, daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:  # the interpreter is exiting, or there is no thread left: this one does it all
-                break
-            started.append(thread)
+            started.append(thread)  # first, since an interrupted start may leave it running
+            if not start(thread):
+                break  # this one does it all
         work()
     except BaseException:
         stop()
         raise
     finally:
         for thread in started:
-            thread.join()
+            if thread.is_alive():  # one that begins after this finds nothing to do
+                thread.join()
     if errors:
         raise errors[0]

@@ -12,12 +12,14 @@ import contextlib
 import hashlib
 import struct
 import threading
+import weakref
+from collections import deque
 from functools import lru_cache
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Self
 from zlib import crc32
 
-from safeckpt.threads import worker_count
+from safeckpt.threads import start, worker_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -158,6 +160,9 @@ class CrcPool:
     def __init__(self, workers: int | None = None) -> None:
         self._workers = worker_count() if workers is None else workers
         self._tasks: SimpleQueue[CrcTask | None] = SimpleQueue()
+        # For a Ctrl-C that comes before or in __exit__: without an end mark each, the threads would wait for ever.
+        self._finalizer = weakref.finalize(self, _end, self._tasks, self._workers)
+        self._finalizer.atexit = False
         self._threads: list[threading.Thread] = []
         self._inline = self._workers == 0
 
@@ -174,19 +179,13 @@ class CrcPool:
 
     def _start(self) -> None:
         for _ in range(self._workers):
-            thread = threading.Thread(target=self._work, name="safeckpt-crc", daemon=True)
+            thread = threading.Thread(target=_work, args=(self._tasks,), name="safeckpt-crc", daemon=True)
             # Listed before it runs: a thread that Ctrl-C kept off the list would take the end mark of another.
             self._threads.append(thread)
-            try:
-                thread.start()
-            except RuntimeError:  # the interpreter is exiting, or the process has no thread left
+            if not start(thread):
                 self._threads.remove(thread)
                 break
         self._inline = not self._threads
-
-    def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            task.run()
 
     def __enter__(self) -> Self:
         return self
@@ -197,9 +196,19 @@ class CrcPool:
         with contextlib.suppress(Empty):  # after an error nobody waits for the rest
             while True:
                 self._tasks.get_nowait()
-        for _ in self._threads:
-            self._tasks.put(None)
+        _end(self._tasks, len(self._threads))
         for thread in self._threads:
-            if thread.ident is not None:  # interrupted before its start
+            if thread.is_alive():  # one whose start was interrupted may begin after this, and finds its end mark
                 thread.join()
         self._threads.clear()
+
+
+# The threads know the queue alone, so that a pool which Ctrl-C lost is not kept alive by them.
+def _work(tasks: SimpleQueue[CrcTask | None]) -> None:
+    while (task := tasks.get()) is not None:
+        task.run()
+
+
+def _end(tasks: SimpleQueue[CrcTask | None], threads: int) -> None:
+    # One call into C, as in store.disk.Handle: a Ctrl-C cannot come between two of the marks.
+    deque(map(tasks.put, (None,) * threads), maxlen=0)

@@ -104,6 +104,7 @@ class Restorer:
                     raise
                 reason = reason_of(error)
             else:
+                run.half_restored = True  # until the caller has noted where the run is now
                 ready.plan.apply()
                 return checkpoint, ready.plan, ready.resized
             rejected[checkpoint.path] = reason
@@ -136,6 +137,7 @@ class Restorer:
                 reason = self._read_by_all(path, number, wanted, opened, found)
                 if reason is None:
                     checkpoint, ready = found[0]
+                    run.half_restored = True
                     group.together(f"restoring step {number}", ready.plan.apply)
                     return checkpoint, ready.plan, ready.resized
             rejected[path] = reason
@@ -219,6 +221,7 @@ class Restorer:
             return None
         checkpoint = run.catalog.peek(run.saved)
         ready = plan(self._components, copied[1], path=checkpoint.path)
+        self._run.half_restored = True
         ready.apply()
         return checkpoint, ready, False
 

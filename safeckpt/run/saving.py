@@ -395,6 +395,7 @@ class Saver:
         step = checked_step(step)
         checked_metrics(metrics)
         run.refuse_closed()
+        run.refuse_mixture()
         if step <= run.step and run.begun:
             raise ValueError(f"step {step} is not higher than step {run.step}, the last one ended, saved or restored")
         loss = as_numbers(loss)  # read from the device once

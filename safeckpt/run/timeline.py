@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ class Timeline:
         begun: Whether a step was ended, saved or restored.
         failed: The step that was refused last, and why.
         rollbacks: (failing step, whether something was changed) of each rollback since a new save.
+        half_restored: Whether the objects may be a mixture of two states, or not those of the step noted here.
         left: Known steps above the restored one: set aside before the next save.
         closed: Whether the manager is closed.
     """
@@ -59,6 +61,7 @@ class Timeline:
         self.step = 0
         self.saved: int | None = None
         self.begun = False
+        self.half_restored = False
         self.failed: tuple[int, str] | None = None
         self.rollbacks: list[tuple[int, bool]] = []
         self.left: set[int] = set()
@@ -119,10 +122,19 @@ class Timeline:
         if self.closed:
             raise ValueError("this manager is closed; build a new one and restore() to go on")
 
+    def refuse_mixture(self) -> None:
+        """Refuse to go on after a restore that stopped half-way."""
+        if self.half_restored:
+            raise ValueError(
+                "the last restore stopped half-way, by an interrupt or an error in a component's load_state_dict: the "
+                "objects may be a mixture of two states; call restore() or rollback() again before going on"
+            )
+
     def next_step(self, step: int) -> int:
         """Return a step that may be saved now."""
         step = checked_step(step)
         self.refuse_closed()
+        self.refuse_mixture()
         if step == self.saved:
             raise StepExistsError(step=step, path=self.files.path_of(step))
         if step < self.step or (self.saved is not None and step < self.saved):
@@ -178,12 +190,17 @@ class Timeline:
         """Tell the history of a new checkpoint."""
         self.event("saved", checkpoint.step, loss=checkpoint.loss, size_bytes=checkpoint.size_bytes)
 
-    def adopt(self, checkpoint: Checkpoint) -> None:
-        """Go on from a checkpoint: the directory's files are this run's, those above the checkpoint will make way."""
+    def adopt(self, checkpoint: Checkpoint, there: Collection[int]) -> None:
+        """Go on from a checkpoint: the directory's files are this run's, those above the checkpoint will make way.
+
+        Args:
+            checkpoint: The one that was restored.
+            there: The steps before it was looked for. A higher one that came meanwhile is another writer's newest.
+        """
         self.run_id = checkpoint.run_id
         self.step = self.saved = checkpoint.step
         self.begun = True
-        self._known = set(self.files.steps())
+        self._known = {step for step in self.files.steps() if step <= checkpoint.step or step in there}
         self.left = {step for step in self._known if step > checkpoint.step}
         self.failed = None
         self.due.saved(checkpoint.step)

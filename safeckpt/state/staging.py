@@ -14,6 +14,7 @@ import torch
 
 from safeckpt.state.transfer import Transfer, fresh
 from safeckpt.state.tree import Cluster, cloned, clusters_of, map_tensors, named_tensors
+from safeckpt.threads import start
 
 __all__ = ["Staging"]
 
@@ -49,10 +50,7 @@ class Staging:
                 self._spare.setdefault(kind, []).append(buffer)
 
         self._warming = threading.Thread(target=work, name="safeckpt-warm", daemon=True)
-        try:
-            self._warming.start()
-        except RuntimeError:  # no thread left: the first copy makes its own memory
-            self._warming = None
+        start(self._warming)  # without a thread the first copy makes its own memory
 
     def copy(self, tree: Any) -> Any:
         """Return a copy of `tree` in host memory that shares nothing with it; the copy before is overwritten.
@@ -91,7 +89,8 @@ class Staging:
     def _fit(self, clusters: list[Cluster]) -> None:
         """Have a buffer for each cluster, and a view of it for each of its tensors."""
         if self._warming is not None:
-            self._warming.join()
+            if self._warming.is_alive():
+                self._warming.join()
             self._warming = None
         layout = [
             (

@@ -13,6 +13,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from safeckpt.store import disk
+from safeckpt.threads import start
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,7 +49,8 @@ def wait() -> None:
     """Return when all space has come back: a disk that looks full may not be."""
     while _threads:
         thread = _threads[-1]
-        thread.join()
+        if thread.is_alive():  # one that begins after this finds its file closed
+            thread.join()
         with contextlib.suppress(ValueError):  # somebody else waited for it as well
             _threads.remove(thread)
 
@@ -59,20 +61,20 @@ def _freed_later(path: Path) -> Iterator[None]:
     if handle is None:
         yield
         return
+    _held.add(handle)
     with contextlib.ExitStack() as closing:
         closing.callback(_close, handle)
         yield
-        _held.add(handle)
         thread = threading.Thread(target=_close, args=(handle,), name="safeckpt-free", daemon=True)
-        with contextlib.suppress(RuntimeError):  # the interpreter is exiting, or there is no thread left
-            thread.start()
-            _threads.append(thread)
+        _threads.append(thread)  # first, since an interrupted start may leave it running
+        if start(thread):
             closing.pop_all()
 
 
 def _close(handle: disk.Handle) -> None:
-    handle.close()
-    _held.discard(handle)
+    with contextlib.suppress(KeyError):  # closed by the other of the two that may call this, after an interrupt
+        _held.remove(handle)
+        handle.close()
 
 
 def _forget() -> None:

@@ -2,16 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import faulthandler
 import importlib
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-CLASSES: tuple[str, ...] = ("damage", "hostile", "fuzz", "machine", "chaos")  # modules beside this one, in report order
+from tests import children
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CLASSES: tuple[str, ...] = (
+    "crash_points",
+    "kills",
+    "interrupts",
+    "disk_errors",
+    "writers_readers",
+    "damage",
+    "hostile",
+    "fuzz",
+    "machine",
+    "chaos",
+    "long_run",
+)  # modules beside this one, in the order of the report
 
 Scale = Literal[
     "fast", "full"
 ]  # fast: part of the test run, a minute at most; full: as many as the README's table says
+
+
+class FoundError(Exception):
+    """The first fault that was not survived, where one is enough to know."""
 
 
 @dataclass
@@ -25,7 +54,10 @@ class Outcome:
         undetected: Something wrong was loaded, or passed for good: one line each.
         figures: What else was measured, name to value.
         skipped: Why nothing was tried here, when that is so.
+        stop_at_first: Raise a `FoundError` instead of going on; for whoever has broken something on purpose.
     """
+
+    stop_at_first: ClassVar[bool] = False
 
     fault: str
     tried: int = 0
@@ -39,6 +71,19 @@ class Outcome:
         """Whether nothing was lost and nothing wrong let in."""
         return not self.lost and not self.undetected
 
+    def lose(self, text: str) -> None:
+        """Note a checkpoint, or a save, that should have been there and was not."""
+        self._note(self.lost, text)
+
+    def let_in(self, text: str) -> None:
+        """Note something wrong that was loaded, or passed for good."""
+        self._note(self.undetected, text)
+
+    def _note(self, lines: list[str], text: str) -> None:
+        lines.append(text)
+        if self.stop_at_first:
+            raise FoundError(text)
+
     def as_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
@@ -48,3 +93,48 @@ def run(name: str, scale: Scale, seed: int) -> Outcome:
     outcome = importlib.import_module(f"tests.campaign.{name}").run(scale, seed)
     assert isinstance(outcome, Outcome)
     return outcome
+
+
+@contextlib.contextmanager
+def scratch() -> Iterator[Path]:
+    """Give a folder whose syncs cost nothing, where there is one, and remove it afterwards."""
+    shared = Path("/dev/shm")
+    path = Path(tempfile.mkdtemp(prefix="campaign-", dir=shared if os.access(shared, os.W_OK) else None))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep what the library logs, failures made on purpose, off the screen."""
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+_MOST_SECONDS = 3_600
+_is_alone = False
+
+
+def alone(function: Callable[..., Outcome], *arguments: Any) -> Outcome:
+    """Run a function of a class in a process that nothing else has touched, for whoever forks, traces or counts."""
+    if _is_alone:
+        return function(*arguments)
+    ended = children.run(_alone, function, arguments)
+    if ended.error is not None:
+        raise ended.error
+    assert ended.signal is None
+    assert isinstance(ended.value, Outcome)
+    return ended.value
+
+
+def _alone(function: Callable[..., Outcome], arguments: tuple[Any, ...]) -> Outcome:
+    global _is_alone  # noqa: PLW0603 - one process, one class
+    _is_alone = True
+    faulthandler.cancel_dump_traceback_later()
+    faulthandler.dump_traceback_later(_MOST_SECONDS, exit=True)
+    return function(*arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import warnings
 from collections.abc import Callable
@@ -16,28 +17,59 @@ from safeckpt import CheckpointManager
 from safeckpt.store import names
 from tests.faults import Operation, intercept
 from tests.manager.helpers import flip, manager_of, step_path, steps_in
-from tests.training import Marked
+from tests.training import Marked, bits
 
 NEXT = 70
 
 
+_NOISE = 2_000  # elements, so that a checkpoint has some pages
+
+
+def set_state(run: Marked, step: int, timeline: int = 0) -> None:
+    """Give the run the state of a step: every bit of it, the random stream too, depends on step and timeline."""
+    seed = 1_000_003 * step + timeline
+    torch.manual_seed(seed)
+    run.step = step
+    run.weight.timeline.fill_(timeline)
+    run.weight.noise.copy_(torch.randn(_NOISE, generator=torch.Generator().manual_seed(seed)))
+
+
 def new_state(run: Marked, step: int) -> None:
     """Give the run a state of this step that can be told from the old timeline's of the same step."""
-    run.step = step
-    run.weight.timeline.fill_(1)
+    set_state(run, step, 1)
 
 
 def new_run() -> Marked:
     run = Marked()
     run.weight.register_buffer("timeline", torch.zeros(()))
+    run.weight.register_buffer("noise", torch.zeros(_NOISE))
     return run
+
+
+def state_in(run: Marked) -> tuple[int, int]:
+    """Return (step, timeline) of a run's state, all of which has to be theirs, bit for bit; (0, 0) of a new run."""
+    found = run.step, int(run.weight.timeline)
+    if found != (0, 0):
+        expected, rng = _expected(*found)
+        assert bits(run.weight.noise) == expected, f"not the bits of step {found[0]} on timeline {found[1]}"
+        assert bits(torch.get_rng_state()) == rng, f"not the random stream of step {found[0]}"
+    return found
+
+
+@functools.lru_cache(maxsize=500)
+def _expected(step: int, timeline: int) -> tuple[Any, Any]:
+    run, rng = new_run(), torch.get_rng_state()
+    set_state(run, step, timeline)
+    found = bits(run.weight.noise), bits(torch.get_rng_state())
+    torch.set_rng_state(rng)
+    return found
 
 
 def _prepare(path: Path, *steps: int) -> None:
     run = new_run()
     with manager_of(path, run, keep_last=9) as manager:
         for step in steps:
-            run.step = step
+            set_state(run, step)
             manager.save(step)
 
 
@@ -145,7 +177,7 @@ def check_afterwards(path: Path, scenario: Scenario) -> tuple[int, int]:
     with manager_of(path, run, keep_last=2) as manager, warnings.catch_warnings():
         warnings.simplefilter("ignore", safeckpt.SkippedCheckpointWarning)
         restored = manager.restore()
-        found = (run.step, int(run.weight.timeline))
+        found = state_in(run)
         assert found in scenario.allowed
         assert (0 if restored is None else restored.step) == found[0]
         run.step = NEXT

@@ -710,3 +710,59 @@ def test_other_environment_is_a_warning_that_names_the_field(tmp_path: Path) -> 
         manager.restore()
     assert len(caught) == 1
     assert run.step == 1
+
+
+# -- interrupted -----------------------------------------------------------------------------------------------------
+
+
+class _PressesCtrlC:
+    """A component in whose `load_state_dict` Ctrl-C is pressed, as often as it is told."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"number": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if self.times:
+            self.times -= 1
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("async_save", [False, True], ids=["from disk", "from memory"])
+@pytest.mark.parametrize("way", ["restore", "restore one", "rollback"])
+def test_mixture_that_an_interrupted_restore_leaves_is_not_saved(tmp_path: Path, way: str, async_save: bool) -> None:
+    """After Ctrl-C in the middle of a restore nothing is saved or ended until a restore has come to its end."""
+    run, button = Marked(), _PressesCtrlC()
+    run.components["button"] = button
+    with manager_of(tmp_path, run, async_save=async_save) as manager:
+        for step in (1, 2):
+            run.step = step
+            manager.save(step)
+        manager.wait()
+        run.step = 3
+        ways: dict[str, Callable[[], Any]] = {
+            "restore": manager.restore,
+            "restore one": lambda: manager.restore(1),
+            "rollback": lambda: manager.rollback(changed=True),
+        }
+        button.times = 1
+        with pytest.raises(KeyboardInterrupt):
+            ways[way]()
+        before = checkpoint_files(tmp_path)
+        for go_on in (manager.save, manager.end_step):
+            with pytest.raises(ValueError, match=r"stopped half-way.*call restore\(\) or rollback\(\) again"):
+                go_on(3)
+        manager.wait()
+        assert checkpoint_files(tmp_path) == before
+        ways[way]()
+        assert run.step == (1 if way == "restore one" else 2)
+        run.step = 3
+        manager.save(3)
+        manager.wait()
+    run = Marked()
+    run.components["button"] = button
+    with manager_of(tmp_path, run) as manager:
+        manager.restore()
+    assert run.step == 3

@@ -7,6 +7,7 @@ import os
 import platform
 import signal
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,53 @@ def test_second_manager_in_one_process_is_refused(tmp_path: Path) -> None:
         first.close()
         second.save(2)
     assert steps_in(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize("step", [None, 2])
+def test_checkpoint_that_another_writer_saves_during_a_restore_is_not_set_aside(
+    tmp_path: Path, step: int | None
+) -> None:
+    """What comes between the choice of a checkpoint and the end of its restore is another writer's: no save on top."""
+
+    class Slow:
+        during: Callable[[], object] | None = None
+
+        def state_dict(self) -> dict[str, int]:
+            return {"number": 1}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            if self.during is not None:
+                self.during()
+
+    run, other, slow = Marked(), Marked(), Slow()
+    run.components["slow"], other.components["slow"] = slow, Slow()
+    with manager_of(tmp_path, run) as manager:
+        for first in (1, 2):
+            run.step = first
+            manager.save(first)
+    with manager_of(tmp_path, run) as manager, manager_of(tmp_path, other) as second:
+        second.restore()
+        other.step = 3
+
+        def save() -> None:
+            slow.during = None
+            second.save(3)
+            second.close()
+
+        slow.during = save
+        restored = manager.restore(step)
+        assert restored is not None
+        assert restored.step == 2
+        assert steps_in(tmp_path) == [1, 2, 3]
+        before = checkpoint_files(tmp_path)
+        with pytest.raises(safeckpt.DirectoryInUseError) as caught:
+            manager.save(4)
+        assert list(caught.value.steps) == [3]
+        assert checkpoint_files(tmp_path) == before
+        manager.restore()
+        run.step = 4
+        manager.save(4)
+    assert steps_in(tmp_path) == [2, 3, 4]
 
 
 def test_waiting_writer_takes_over_when_the_holder_is_done(tmp_path: Path) -> None:

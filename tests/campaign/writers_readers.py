@@ -1,0 +1,227 @@
+"""Two writers take turns in one directory and are killed in it, while processes and threads read it all the time."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import random
+import selectors
+import signal
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import safeckpt
+from tests.campaign.outcome import Outcome, Scale, alone, scratch
+from tests.campaign.stories import state_of
+from tests.crash.scenarios import new_run, set_state
+from tests.manager.helpers import manager_of, steps_in
+
+_SAVES = {"fast": 60, "full": 600}
+_SAVES_A_KILL = 12
+_MOST_SECONDS = 60  # without a save: only a hang takes so long
+
+Say = Callable[[str], None]
+
+
+def run(scale: Scale, seed: int) -> Outcome:
+    """Have them all at work."""
+    return alone(_run, scale, seed)
+
+
+def _run(scale: Scale, seed: int) -> Outcome:
+    outcome = Outcome("two writers, killed while they hold the lock, and many readers in one directory")
+    with scratch() as folder:
+        _work_together(folder / "run", outcome, _SAVES[scale], random.Random(seed))
+    for number in (errno.ENOLCK, errno.ENOSYS):
+        with scratch() as folder:
+            _without_locks(folder / "run", number, outcome)
+    return outcome
+
+
+class _Worker:
+    """A forked process that says things, a line each."""
+
+    def __init__(self, work: Callable[[Say, Path], None], path: Path) -> None:
+        read_end, write_end = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(read_end)
+            status = 1
+            try:
+                warnings.simplefilter("error")  # a file that is passed over is one, too
+                work(lambda text: void(os.write(write_end, text.encode() + b"\n")), path)
+                status = 0
+            except BaseException:
+                os.write(write_end, b"wrong " + traceback.format_exc().replace("\n", " | ")[-700:].encode() + b"\n")
+            finally:
+                os._exit(status)
+        os.close(write_end)
+        self.is_writer = work is _write
+        self.pipe = os.fdopen(read_end, "rb", buffering=0)
+        self._rest = b""
+
+    def lines(self) -> list[str] | None:
+        """Return what was said since, None at the end."""
+        data = os.read(self.pipe.fileno(), 1 << 16)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [line.decode() for line in lines] if data else None
+
+
+def void(_: object) -> None:
+    """Return nothing."""
+
+
+def _work_together(path: Path, outcome: Outcome, saves: int, choose: random.Random) -> None:
+    workers = selectors.DefaultSelector()
+
+    def begin(work: Callable[[Say, Path], None]) -> None:
+        worker = _Worker(work, path)
+        workers.register(worker.pipe, selectors.EVENT_READ, worker)
+
+    figures = dict.fromkeys(["saved", "refused", "taken_over", "killed", "read"], 0)
+    saved: dict[int, int] = {}
+    next_kill = choose.randint(3, _SAVES_A_KILL)
+    for work in (_write, _write, _read, _read, _read_in_threads):
+        begin(work)
+    deadline = time.monotonic() + _MOST_SECONDS
+    while workers.get_map():
+        ready = workers.select(timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            outcome.lose(f"nobody went on after {figures}")
+            break
+        for key, _ in ready:
+            worker: _Worker = key.data
+            lines = worker.lines()
+            if lines is None:
+                workers.unregister(worker.pipe)
+                worker.pipe.close()
+                os.waitpid(worker.pid, 0)
+                continue
+            for line in lines:
+                word, _, rest = line.partition(" ")
+                if word == "wrong":
+                    outcome.lose(rest)
+                    _stop(path)
+                    continue
+                figures[word] = figures.get(word, 0) + 1
+                if word != "saved":
+                    continue
+                deadline = time.monotonic() + _MOST_SECONDS
+                if saved.setdefault(int(rest), worker.pid) != worker.pid:
+                    outcome.lose(f"step {rest} was saved by two writers")
+                if len(saved) == saves:
+                    _stop(path)
+                if figures["saved"] == next_kill and len(saved) < saves:
+                    os.kill(worker.pid, signal.SIGKILL)
+                    figures["killed"] += 1
+                    next_kill += choose.randint(3, _SAVES_A_KILL)
+                    begin(_write)
+    for key in list(workers.get_map().values()):
+        os.kill(key.data.pid, signal.SIGKILL)
+        os.waitpid(key.data.pid, 0)
+    outcome.tried += sum(figures.values())
+    outcome.figures |= figures
+    latest = safeckpt.latest(path)
+    if latest is None or latest.step < max(saved, default=0):
+        outcome.lose(f"step {max(saved, default=0)} was acknowledged, the latest is {latest}")
+
+
+def _stop_file(path: Path) -> Path:
+    return path.with_name("stop")
+
+
+def _stop(path: Path) -> None:
+    _stop_file(path).touch()
+
+
+def _write(say: Say, path: Path) -> None:
+    """Open the directory, save some steps, close it, and again."""
+    choose = random.Random(os.getpid())
+    last = -1
+    while not _stop_file(path).exists():
+        run = new_run()
+        with manager_of(path, run, keep_last=2, async_save=choose.random() < 0.3) as manager:
+            try:
+                manager.restore()
+                if last not in (-1, manager.step):
+                    say("taken_over")
+                for _ in range(choose.randint(1, 4)):
+                    step = manager.step + 1
+                    set_state(run, step, 1)
+                    manager.save(step)
+                    manager.wait()
+                    last = step
+                    say(f"saved {step}")
+            except (safeckpt.DirectoryLockedError, safeckpt.DirectoryInUseError):
+                say("refused")  # by the other one, who has the lock or has saved meanwhile
+        time.sleep(choose.random() * 0.01)
+
+
+def _read(say: Say, path: Path) -> None:
+    run = new_run()
+    newest = 0
+    with manager_of(path, run) as manager:
+        while not _stop_file(path).exists():
+            for look in (manager.restore, manager.latest, lambda: (manager.checkpoints() or (None,))[-1]):
+                found = look()
+                step = 0 if found is None else found.step
+                assert step >= newest, f"step {step} after step {newest}"
+                newest = step
+                if look == manager.restore:
+                    assert state_of(run) == ((step, 1) if step else (0, 0))
+            say("read")
+
+
+def _read_in_threads(say: Say, path: Path) -> None:
+    problems: list[str] = []
+
+    def look() -> None:
+        newest = 0
+        try:
+            while not _stop_file(path).exists():
+                found = safeckpt.latest(path)
+                step = 0 if found is None else found.step
+                assert step >= newest, f"step {step} after step {newest}"
+                newest = step
+                say("read")
+        except BaseException:
+            problems.append(traceback.format_exc())
+
+    threads = [threading.Thread(target=look) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not problems, problems[0]
+
+
+def _without_locks(path: Path, number: int, outcome: Outcome) -> None:
+    """Save where the system has no locks: a clear error, nothing written, and it works once there are some."""
+
+    def flock(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    run = new_run()
+    set_state(run, 1, 1)
+    outcome.tried += 1
+    with manager_of(path, run) as manager:
+        with mock.patch.object(fcntl, "flock", flock):
+            try:
+                manager.save(1)
+            except OSError as error:
+                if error.errno != number or "lock" not in "".join([str(error), *getattr(error, "__notes__", [])]):
+                    outcome.lose(f"without locks: {error!r}")
+            else:
+                outcome.let_in("without locks: the directory was written without one")
+        if steps_in(path):
+            outcome.let_in(f"without locks: {steps_in(path)}")
+        manager.save(1)
+        if steps_in(path) != [1]:
+            outcome.lose(f"with locks again: {steps_in(path)}")
