@@ -43,10 +43,15 @@ class Staging:
 
         def work() -> None:
             for kind in kinds:
-                buffer = _new(kind)
+                if self._warming is None:  # a copy was made meanwhile
+                    return
+                try:
+                    buffer = _new(kind)
+                except RuntimeError:  # out of memory: the first copy says so
+                    return
                 memory = buffer.view(torch.uint8).numpy()
-                for start in range(0, len(memory), _TOUCHED_BYTES):
-                    memory[start : start + _TOUCHED_BYTES] = 0
+                for low in range(0, len(memory), _TOUCHED_BYTES):
+                    memory[low : low + _TOUCHED_BYTES] = 0
                 self._spare.setdefault(kind, []).append(buffer)
 
         self._warming = threading.Thread(target=work, name="safeckpt-warm", daemon=True)

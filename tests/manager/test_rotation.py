@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -138,9 +139,9 @@ def test_files_are_not_read_again_to_be_kept(tmp_path: Path, monkeypatch: pytest
     read: list[str] = []
     real = safeckpt.file.CheckpointFile.verify
 
-    def verify(file: safeckpt.file.CheckpointFile) -> safeckpt.FileReport:
+    def verify(file: safeckpt.file.CheckpointFile, **options: Any) -> safeckpt.FileReport:
         read.append(Path(file.path).name)
-        return real(file)
+        return real(file, **options)
 
     monkeypatch.setattr(safeckpt.file.CheckpointFile, "verify", verify)
     run = Marked()
