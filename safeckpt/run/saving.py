@@ -29,11 +29,12 @@ from safeckpt.distributed import (
     digests_of,
     drifted,
     is_sharded,
+    local_parts,
     merged,
     own_of,
+    rejoined,
     replica_fingerprints,
     split,
-    stage,
     write_shards,
 )
 from safeckpt.errors import (
@@ -255,7 +256,8 @@ class Saver:
     def _write_file(self, group: Group, what: str, draft: _Draft) -> Checkpoint:
         """Write rank 0's payload, which holds what every rank has, as one file."""
         checkpoint = draft.checkpoint
-        if self._staging is None:
+        staging = self._staging
+        if staging is None:
             return self._on_all(
                 group,
                 what,
@@ -263,16 +265,16 @@ class Saver:
                 lambda: self._write(checkpoint, prepare(to_cpu(draft.payload), header=draft.header())),
             )
 
-        def staged() -> tuple[PreparedFile | None, int]:
-            if not group.leads or self._staging is None:
-                return None, 0
+        def staged() -> int:
+            if not group.leads:
+                return 0
             self.copied = None
-            self.copied = (checkpoint.step, self._staging.copy(draft.payload))
+            self.copied = (checkpoint.step, staging.copy(draft.payload))
             prepared.append(prepare(self.copied[1], header=draft.header()))
-            return None, prepared[0].size_bytes
+            return prepared[0].size_bytes
 
         prepared: list[PreparedFile] = []
-        size = group.together(what, staged, lambda sizes: sizes[0][1])
+        size = group.together(what, staged, lambda sizes: sizes[0])
         self._start(
             checkpoint,
             lambda: self._on_all(
@@ -334,13 +336,14 @@ class Saver:
 
     def _write_sharded(self, group: Group, what: str, draft: _Draft) -> Checkpoint:
         """Write every rank's shards into a directory, and commit that."""
-        if self._staging is None:
+        staging = self._staging
+        if staging is None:
             return self._write_shards(group, what, draft)
 
         def staged() -> None:
-            draft.held = stage(draft.held)
-            draft.payload = self._staging.copy(draft.payload) if self._staging is not None and group.leads else None
-            draft.captured = {}
+            payload = draft.payload if group.leads else None
+            payload, parts = staging.copy((payload, local_parts(draft.held)))
+            draft.payload, draft.held, draft.captured = payload, rejoined(draft.held, parts), {}
 
         group.together(what, staged)
         self._start(draft.checkpoint, lambda: self._write_shards(group.for_background(), what, draft))

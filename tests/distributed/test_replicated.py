@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import safeckpt
-
 from tests.distributed import groups
 from tests.distributed.training import Kind, Run, manager_of, same
 
