@@ -248,8 +248,8 @@ class Saver:
         self._run.event("replicas_differ", step, ranks=ranks, names=names[:20], names_total=len(names))
         if self._drift == "error":
             raise ReplicaDriftError(step=step, ranks=ranks, names=names, path=self._run.files.path)
-        if group.leads:
-            warnings.warn(drift_text(step, ranks, names), ReplicaDriftWarning, stacklevel=4)
+        # Together, for whom a warning is an error.
+        group.together(what, lambda: _warn(drift_text(step, ranks, names), told=group.leads))
 
     # -- one file ----------------------------------------------------------------------------------------------------
 
@@ -515,3 +515,8 @@ class Saver:
             f"nothing was written or rotated; step {self._run.saved} is in {self._run.files.path_of(self._run.saved)}.",
             call,
         )
+
+
+def _warn(text: str, *, told: bool) -> None:
+    if told:
+        warnings.warn(text, ReplicaDriftWarning, stacklevel=8)
