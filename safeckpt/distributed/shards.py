@@ -20,7 +20,17 @@ from safeckpt.file import ShardFile, shard_of
 from safeckpt.state import RESERVED_KEY, Component
 from safeckpt.state.tree import join, map_tensors, named_tensors
 
-__all__ = ["Held", "holds_shards", "is_sharded", "read_shards", "split", "stage", "with_places", "write_shards"]
+__all__ = [
+    "Held",
+    "holds_shards",
+    "is_sharded",
+    "local_parts",
+    "read_shards",
+    "rejoined",
+    "split",
+    "with_places",
+    "write_shards",
+]
 
 _KEY = "safeckpt.shard"
 _METADATA = ".metadata"  # of the engine
@@ -170,11 +180,21 @@ def _filled(tree: Any, place: Callable[[Mapping[str, Any]], torch.Tensor]) -> An
     return tree
 
 
-def stage(held: Held) -> Held:
-    """Return a copy in host memory that shares nothing with the tensors."""
-    from torch.distributed.checkpoint.staging import BlockingAsyncStager  # noqa: PLC0415 - only where it is used
+def local_parts(held: Held) -> Held:
+    """Return what is in this process's memory of every tensor."""
+    return {key: getattr(tensor, "_local_tensor", tensor) for key, tensor in held.items()}
 
-    return dict(BlockingAsyncStager().stage(held))
+
+def rejoined(held: Held, parts: Held) -> Held:
+    """Return tensors that lie as those in `held` do, over copies in host memory of their local parts."""
+    found: Held = {}
+    for key, tensor in held.items():
+        whole: Any = tensor
+        if hasattr(tensor, "to_local"):  # not from_local(), which moves the part back to the device of the mesh
+            found[key] = type(whole)(parts[key], whole._spec, requires_grad=False)
+        else:
+            found[key] = parts[key]
+    return found
 
 
 def write_shards(held: Held, place: Path, group: Group) -> list[ShardFile]:

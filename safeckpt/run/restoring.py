@@ -9,6 +9,7 @@ import contextlib
 import errno
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -141,8 +142,8 @@ class Restorer:
                     group.together(f"restoring step {number}", ready.plan.apply)
                     return checkpoint, ready.plan, ready.resized
             rejected[path] = reason
-            if group.leads:
-                skipped(path, reason)
+            # Together, for whom a warning is an error.
+            group.together(f"passing over step {number}", partial(_passed_over, path, reason, told=group.leads))
 
     def _read_by_all(
         self,
@@ -250,6 +251,11 @@ class Restorer:
                 EnvironmentChangedWarning,
                 stacklevel=3,
             )
+
+
+def _passed_over(path: Path, reason: str, *, told: bool) -> None:
+    if told:
+        skipped(path, reason)
 
 
 @contextlib.contextmanager

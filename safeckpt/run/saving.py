@@ -29,11 +29,12 @@ from safeckpt.distributed import (
     digests_of,
     drifted,
     is_sharded,
+    local_parts,
     merged,
     own_of,
+    rejoined,
     replica_fingerprints,
     split,
-    stage,
     write_shards,
 )
 from safeckpt.errors import (
@@ -252,15 +253,16 @@ class Saver:
         self._run.event("replicas_differ", step, ranks=ranks, names=names[:20], names_total=len(names))
         if self._drift == "error":
             raise ReplicaDriftError(step=step, ranks=ranks, names=names, path=self._run.files.path)
-        if group.leads:
-            warnings.warn(drift_text(step, ranks, names), ReplicaDriftWarning, stacklevel=4)
+        # Together, for whom a warning is an error.
+        group.together(what, lambda: _warn(drift_text(step, ranks, names), told=group.leads))
 
     # -- one file ----------------------------------------------------------------------------------------------------
 
     def _write_file(self, group: Group, what: str, draft: _Draft) -> Checkpoint:
         """Write rank 0's payload, which holds what every rank has, as one file."""
         checkpoint = draft.checkpoint
-        if self._staging is None:
+        staging = self._staging
+        if staging is None:
             return self._on_all(
                 group,
                 what,
@@ -271,9 +273,9 @@ class Saver:
         copied: list[dict[str, Any]] = []
 
         def staged() -> None:
-            if group.leads and self._staging is not None:
+            if group.leads:
                 self.copied = None
-                copied.append(self._staging.copy(draft.payload))
+                copied.append(staging.copy(draft.payload))
                 self.copied = (checkpoint.step, copied[0])
 
         def write() -> Checkpoint:
@@ -338,13 +340,14 @@ class Saver:
 
     def _write_sharded(self, group: Group, what: str, draft: _Draft) -> Checkpoint:
         """Write every rank's shards into a directory, and commit that."""
-        if self._staging is None:
+        staging = self._staging
+        if staging is None:
             return self._write_shards(group, what, draft)
 
         def staged() -> None:
-            draft.held = stage(draft.held)
-            draft.payload = self._staging.copy(draft.payload) if self._staging is not None and group.leads else None
-            draft.captured = {}
+            payload = draft.payload if group.leads else None
+            payload, parts = staging.copy((payload, local_parts(draft.held)))
+            draft.payload, draft.held, draft.captured = payload, rejoined(draft.held, parts), {}
 
         group.together(what, staged)
         self._start(draft.checkpoint, lambda: self._write_shards(group.for_background(), what, draft))
@@ -526,3 +529,8 @@ class Saver:
             f"nothing was written or rotated; step {self._run.saved} is in {self._run.files.path_of(self._run.saved)}.",
             call,
         )
+
+
+def _warn(text: str, *, told: bool) -> None:
+    if told:
+        warnings.warn(text, ReplicaDriftWarning, stacklevel=8)

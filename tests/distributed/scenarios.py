@@ -220,7 +220,7 @@ def file_that_one_rank_cannot_read(path: Path, kind: Kind) -> Any:
 def directory_of_each_rank(path: Path, kind: Kind) -> Any:
     run = Run(kind)
     mine = path / f"node-{rank()}"
-    with manager_of(run, mine, rank_timeout_seconds=4.0) as manager:
+    with manager_of(run, mine, rank_timeout_seconds=6.0) as manager:
         found = outcome(lambda: manager.save(1))
         names = sorted(one.name for one in mine.iterdir() if one.name.startswith("step")) if mine.is_dir() else []
         return found, names

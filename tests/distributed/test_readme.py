@@ -1,0 +1,34 @@
+"""The loop in the README's section about many processes runs as it stands there, under torchrun."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import safeckpt
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def test_the_loop_of_the_readme_trains_and_resumes(tmp_path: Path) -> None:
+    """Two ranks train, and a second start goes on and ends at the same step."""
+    (block,) = re.findall(r"^```py\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
+    for line in (block + "dist.destroy_process_group()\n",):
+        (tmp_path / "train.py").write_text(line)
+    for epochs, step in ((4, 60), (6, 80)):
+        (tmp_path / "train.py").write_text(
+            (block + "dist.destroy_process_group()\n").replace("loader.epochs(4)", f"loader.epochs({epochs})")
+        )
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        newest = safeckpt.latest(tmp_path / "run")
+        assert newest is not None
+        assert newest.step == step
+        assert newest.path.name == f"step-{step:08d}"
