@@ -201,6 +201,7 @@ class CrcPool:
             if thread.is_alive():  # one whose start was interrupted may begin after this, and finds its end mark
                 thread.join()
         self._threads.clear()
+        self._finalizer.detach()  # Python swallows a Ctrl-C that comes while one runs
 
 
 # The threads know the queue alone, so that a pool which Ctrl-C lost is not kept alive by them.
