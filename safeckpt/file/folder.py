@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import IO, TYPE_CHECKING, Any, Self
 
 from safeckpt.errors import DamagedCheckpointError
 from safeckpt.file.checksum import CHUNK_BYTES, root_of
@@ -45,9 +45,11 @@ def shard_of(path: Path) -> ShardFile:
         source.close()
 
 
-def is_folder(path: str | os.PathLike[str]) -> bool:
-    """Return whether this is a sharded checkpoint, or what is left of one."""
-    path = Path(path)
+def is_folder(f: str | os.PathLike[str] | IO[bytes]) -> bool:
+    """Return whether this is a sharded checkpoint, or what is left of one; an open file is none."""
+    if not isinstance(f, (str, os.PathLike)):
+        return False
+    path = Path(f)
     return path.is_dir() and ((path / INDEX).exists() or next(path.glob("*.distcp"), None) is not None)
 
 

@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 
-from safeckpt import manager as manager_module
 from safeckpt import schedule
 from safeckpt.background import BackgroundWriter
 from safeckpt.catalog import Catalog
+from safeckpt.run import Timeline
 from safeckpt.store import directory as directory_module
 from safeckpt.store import disk
 from safeckpt.store.lock import WriterLock
@@ -200,13 +200,13 @@ def _list_once() -> None:
 
 
 def _take_strangers_for_own() -> None:
-    manager_module.CheckpointManager._refuse_strangers = lambda self: None  # type: ignore[method-assign]
-    adopt = manager_module.CheckpointManager._adopt
+    Timeline._refuse_strangers = lambda self: None  # type: ignore[method-assign]
+    adopt = Timeline.adopt
 
     def all_of_them(self: Any, checkpoint: Any, there: Any) -> None:
         adopt(self, checkpoint, range(1 << 30))
 
-    manager_module.CheckpointManager._adopt = all_of_them  # type: ignore[method-assign]
+    Timeline.adopt = all_of_them  # type: ignore[method-assign]
 
 
 def _prune_nothing() -> None:
