@@ -24,7 +24,7 @@ from tests.manager.helpers import checkpoint_files, manager_of, steps_in, temps_
 ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES, errno.EMFILE)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NUMBERS = "bytes, "  # "needs 8192 bytes, 4096 are free"
-_SHARE = {"fast": 0.04, "full": 1.0}
+_SHARE = {"fast": 0.04, "full": 0.5}
 
 
 def run(scale: Scale, seed: int) -> Outcome:
@@ -138,7 +138,8 @@ def _fail_once(story: Story, path: Path, watch: _Watch, outcome: Outcome) -> Non
         number = problem.errno
         assert number == fault.error, f"{problem!r} has errno {number}"
         unsure = isinstance(problem, safeckpt.DurabilityUnknownError)
-        assert unsure <= (fault.fired.kind == "sync_directory")
+        # One that fails for good may meet the main thread first and the directory's sync of the other one next.
+        assert unsure <= (fault.fired.kind == "sync_directory" or fault.for_good), f"{problem!r}"
         if number in _FULL and not fault.for_good and fault.fired.kind in {"create", "write", "sync", "close"}:
             assert _NUMBERS in str(problem), f"no numbers in {problem}"
     for name in temps_in(path) if path.exists() else ():

@@ -56,7 +56,7 @@ def state_in(run: Marked) -> tuple[int, int]:
     return found
 
 
-@functools.lru_cache(maxsize=500)
+@functools.lru_cache(maxsize=50)
 def _expected(step: int, timeline: int) -> tuple[Any, Any]:
     run, rng = new_run(), torch.get_rng_state()
     set_state(run, step, timeline)
