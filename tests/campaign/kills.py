@@ -151,7 +151,7 @@ def _die(path: Path, death: _Death, seconds: float) -> list[dict[str, Any]]:
             time.sleep(seconds)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, death.number)
-        lines = pipe.read().splitlines()
+        lines = [ready, *pipe.read().splitlines()] if ready else []
     os.waitpid(pid, 0)
     return [json.loads(line) for line in lines]
 
@@ -215,7 +215,7 @@ def _work(path: Path, death: _Death, say: Say) -> None:
     warnings.simplefilter("ignore")
     with manager_of(path, run, **options) as manager:
         manager.restore()
-        writer = _Writer(manager, run, choose, say, death.first_number)
+        writer = _Writer(manager, run, choose, say, death)
         if death.number is signal.SIGINT:
             signal.signal(signal.SIGINT, ctrl.handle)
             sys.unraisablehook = ctrl.unraisable
@@ -252,16 +252,16 @@ class _Writer:
     """Does things to a directory, and says so.
 
     Args:
-        number: States that it saves are numbered from here.
+        death: Tells how the manager was built, and from where states are numbered.
     """
 
-    def __init__(self, manager: CheckpointManager, run: Marked, choose: random.Random, say: Say, number: int) -> None:
+    def __init__(self, manager: CheckpointManager, run: Marked, choose: random.Random, say: Say, death: _Death) -> None:
         self._manager = manager
         self._run = run
         self._choose = choose
         self._say = say
-        self._number = number
-        self._asynchronous = manager._staging is not None
+        self._number = death.first_number
+        self._asynchronous = death.async_save
         self._safe: State = state_of(run)
         self._pending: State | None = None  # a save in the background
 
