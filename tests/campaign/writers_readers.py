@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -17,13 +18,17 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
+
 import safeckpt
 from tests.campaign.outcome import Outcome, Scale, alone, scratch
 from tests.campaign.stories import state_of
 from tests.crash.scenarios import new_run, set_state
+from tests.faults import Operation, intercept
 from tests.manager.helpers import manager_of, steps_in
 
 _SAVES = {"fast": 60, "full": 600}
+_LISTINGS = 4  # of a reader; the most that one makes here is three
 _SAVES_A_KILL = 12
 _MOST_SECONDS = 60  # without a save: only a hang takes so long
 
@@ -37,12 +42,85 @@ def run(scale: Scale, seed: int) -> Outcome:
 
 def _run(scale: Scale, seed: int) -> Outcome:
     outcome = Outcome("two writers, killed while they hold the lock, and many readers in one directory")
+    for number in range(1, _LISTINGS + 1):
+        for ask in ("restore", "restore one", "latest", "checkpoints"):
+            with scratch() as folder:
+                _save_in_between(folder / "run", ask, number, outcome)
+    with scratch() as folder:
+        _hold_the_lock(folder / "run", outcome)
     with scratch() as folder:
         _work_together(folder / "run", outcome, _SAVES[scale], random.Random(seed))
     for number in (errno.ENOLCK, errno.ENOSYS):
         with scratch() as folder:
             _without_locks(folder / "run", number, outcome)
     return outcome
+
+
+def _save_in_between(path: Path, ask: str, number: int, outcome: Outcome) -> None:
+    """Have another writer save and prune right after a reader has listed the directory for the number-th time."""
+    where = f"{ask}, a save after listing {number}"
+    writer_run, run = new_run(), new_run()
+    set_state(writer_run, 1, 1)
+    seen = 0
+
+    def late(operation: Operation, call: Callable[[], Any]) -> Any:
+        nonlocal seen
+        result = call()
+        if operation.kind == "listing" and inside:
+            seen += 1
+            if seen == number:
+                inside.clear()
+                rng = torch.get_rng_state()  # the writer is another process, but for this
+                set_state(writer_run, 2, 1)
+                writer.save(2)
+                writer.close()
+                torch.set_rng_state(rng)
+        return result
+
+    inside = [True]
+    with manager_of(path, writer_run, keep_last=1) as writer, manager_of(path, run) as manager:
+        writer.save(1)
+        found: Any = None
+        with intercept(late):
+            if ask == "restore one":
+                with contextlib.suppress(safeckpt.CheckpointNotFoundError):  # it was pruned meanwhile
+                    found = manager.restore(1)
+            else:
+                found = getattr(manager, ask)()
+                if found in (None, ()):
+                    outcome.lose(f"{where}: nothing was found")
+        if inside:  # it does not list so often
+            return
+        outcome.tried += 1
+        if ask.startswith("restore") and found is not None:
+            if state_of(run) != (found.step, 1):
+                outcome.let_in(f"{where}: {state_of(run)} instead of step {found.step}")
+            saved = steps_in(path)
+            set_state(run, 3, 1)
+            with contextlib.suppress(safeckpt.DirectoryInUseError):
+                manager.save(3)
+                saved = [found.step]
+            if not set(saved) <= set(steps_in(path)):
+                outcome.lose(f"{where}: steps {saved} were there, now {steps_in(path)}")
+
+
+def _hold_the_lock(path: Path, outcome: Outcome) -> None:
+    """Save into a directory that another writer holds."""
+    outcome.tried += 1
+    first, second = new_run(), new_run()
+    set_state(first, 1, 1)
+    set_state(second, 2, 1)
+    with manager_of(path, first) as holder, manager_of(path, second) as other:
+        holder.save(1)
+        other.restore()
+        set_state(second, 2, 1)
+        try:
+            other.save(2)
+        except safeckpt.DirectoryLockedError as error:
+            if error.pid != os.getpid():
+                outcome.lose(f"a held lock: the holder is said to be {error.pid}")
+        else:
+            outcome.let_in("a held lock: a second writer has saved")
 
 
 class _Worker:

@@ -109,7 +109,7 @@ def _trust_every_file() -> None:
     """Ignore the digest of a file."""
     from safeckpt.file.read import CheckpointFile
 
-    CheckpointFile.verify = lambda self: None  # type: ignore[method-assign, assignment, return-value]
+    CheckpointFile.verify = lambda self, *_, **__: None  # type: ignore[method-assign, assignment, return-value]
 
 
 def _keep_temporary_file() -> None:
@@ -190,13 +190,7 @@ def _list_once() -> None:
     """Take a file that was pruned meanwhile for one that never was."""
     from safeckpt import catalog
 
-    catalog._MOST_RELISTINGS = 0
-
-    def good(self: Any, rejected: Any) -> Any:
-        for step in reversed(self.directory.steps()[:1]):
-            yield from self.one(step)
-
-    Catalog.good = good  # type: ignore[method-assign]
+    catalog._MOST_RELISTINGS = 1
 
 
 def _take_strangers_for_own() -> None:
