@@ -57,9 +57,10 @@ def test_golden_file_of_the_drop_in_comes_back(path):
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
-def test_golden_checkpoint_is_restored(folder, recwarn):
+def test_golden_checkpoint_is_restored(folder, tmp_path, recwarn):
     """A manager restores it into fresh objects, and the run goes on as it did when it was written."""
     expected = torch.load(folder / "expected.pt")
+    folder = shutil.copytree(folder, tmp_path / "run")  # a restore is noted in the history
     parts = components()
     checkpoint = safeckpt.CheckpointManager(folder, parts).restore()
     assert (checkpoint.step, checkpoint.metrics["accuracy"]) == (3, 0.5)
