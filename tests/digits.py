@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 import safeckpt
+from tests.training import endless
 
 
 class Net(nn.Module):
@@ -54,7 +55,7 @@ class Digits:
         self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
         dataset = TensorDataset(data["images"], data["labels"])
         self.loader = safeckpt.ResumableLoader(DataLoader(dataset, batch_size=64, shuffle=True))
-        self._batches: Any = None
+        self._batches = endless(self.loader)
         self.components: dict[str, Any] = {
             "model": self.model,
             "optimizer": self.optimizer,
@@ -65,13 +66,7 @@ class Digits:
 
     def step(self, *, poison: bool = False) -> float:
         """Train on the next batch and return the loss."""
-        if self._batches is None:
-            self._batches = iter(self.loader)
-        batch = next(self._batches, None)
-        if batch is None:
-            self._batches = iter(self.loader)
-            batch = next(self._batches)
-        images, labels = batch
+        images, labels = next(self._batches)
         loss = nn.functional.cross_entropy(self.model(images), labels) * (float("inf") if poison else 1)
         self.optimizer.zero_grad()
         loss.backward()

@@ -173,7 +173,21 @@ class Kill(_Nth):
         raise AssertionError("unreachable")
 
 
-class LineInterrupt:
+class Tracing:
+    """Has `_trace` called by the interpreter while the block runs; what traced before goes on afterwards."""
+
+    def __enter__(self) -> None:
+        self._before = sys.gettrace()
+        sys.settrace(self._trace)
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._before)
+
+    def _trace(self, frame: Any, event: str, _: Any) -> Any:
+        raise NotImplementedError
+
+
+class LineInterrupt(Tracing):
     """Raises KeyboardInterrupt at line event `number` (from 1) of the modules in a folder, while the block runs.
 
     `fired` says whether there were that many. Finalizers are left out: Python swallows whatever is raised in one.
@@ -187,13 +201,6 @@ class LineInterrupt:
     @property
     def fired(self) -> bool:
         return self.seen >= self.number
-
-    def __enter__(self) -> None:
-        self._before = sys.gettrace()
-        sys.settrace(self._trace)
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(self._before)
 
     def _trace(self, frame: Any, event: str, _: Any) -> Any:
         if not frame.f_code.co_filename.startswith(self.folder) or frame.f_code.co_name == "__del__":

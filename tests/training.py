@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,12 @@ def bits(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [bits(item) for item in value]
     return value.hex() if isinstance(value, float) else value
+
+
+def endless(loader: Iterable[Any]) -> Iterator[Any]:
+    """Yield the batches of one epoch after the other."""
+    while True:
+        yield from loader
 
 
 def streams() -> Any:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import sys
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from safeckpt.libc import linux_call
 
+if TYPE_CHECKING:
     import torch
 
     from safeckpt.file.source import Source
@@ -59,13 +58,4 @@ class Mapped:
         return (self._address or 0) + self._source.size_bytes
 
 
-def _system_madvise() -> Callable[[int, int, int], int] | None:
-    if sys.platform != "linux":  # elsewhere the advice may do nothing, or throw changes away
-        return None
-    function = ctypes.CDLL(None).madvise
-    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    function.restype = ctypes.c_int
-    return function
-
-
-_madvise = _system_madvise()
+_madvise = linux_call("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

@@ -105,8 +105,7 @@ class Restorer:
                     raise
                 reason = reason_of(error)
             else:
-                run.half_restored = True  # until the caller has noted where the run is now
-                ready.plan.apply()
+                self._apply(ready.plan)
                 return checkpoint, ready.plan, ready.resized
             rejected[checkpoint.path] = reason
             skipped(checkpoint.path, reason)
@@ -138,8 +137,7 @@ class Restorer:
                 reason = self._read_by_all(path, number, wanted, opened, found)
                 if reason is None:
                     checkpoint, ready = found[0]
-                    run.half_restored = True
-                    group.together(f"restoring step {number}", ready.plan.apply)
+                    group.together(f"restoring step {number}", partial(self._apply, ready.plan))
                     return checkpoint, ready.plan, ready.resized
             rejected[path] = reason
             # Together, for whom a warning is an error.
@@ -215,6 +213,10 @@ class Restorer:
         if bad:
             raise DamagedCheckpointError(path=path, reason=f"it is not finite ({bad[0]})")
 
+    def _apply(self, ready: Plan) -> None:
+        self._run.half_restored = True  # until the caller has noted where the run is now
+        ready.apply()
+
     def restored_from_memory(self, copied: tuple[int, dict[str, Any]] | None) -> tuple[Checkpoint, Plan, bool] | None:
         """Restore the copy that an asynchronous save left, when it is of the newest checkpoint and that is on disk."""
         run = self._run
@@ -222,8 +224,7 @@ class Restorer:
             return None
         checkpoint = run.catalog.peek(run.saved)
         ready = plan(self._components, copied[1], path=checkpoint.path)
-        self._run.half_restored = True
-        ready.apply()
+        self._apply(ready)
         return checkpoint, ready, False
 
     def report(self, checkpoint: Checkpoint, ready: Plan, rejected: Mapping[Path, str], kind: str, **data: Any) -> None:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
 
+from safeckpt.libc import linux_call
 from safeckpt.threads import in_threads
 
 __all__ = ["Reader", "Transfer", "fresh"]
@@ -118,20 +118,11 @@ def fresh(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> tor
     """Return host memory for a tensor, unfilled, that is cheap to touch for the first time."""
     tensor = torch.empty_strided(size, stride, dtype=dtype, device="cpu")
     nbytes = tensor.untyped_storage().nbytes()
-    if _madvise is not None and nbytes >= _HUGE_PAGE_BYTES:
+    if _madvise is not None and hasattr(mmap, "MADV_HUGEPAGE") and nbytes >= _HUGE_PAGE_BYTES:
         start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
         # Only a hint: a system that has no large pages, or none left, says no and all is as before.
         _madvise(start, tensor.data_ptr() + nbytes - start, mmap.MADV_HUGEPAGE)
     return tensor
 
 
-def _system_madvise() -> Callable[[int, int, int], int] | None:
-    if sys.platform != "linux" or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return None
-    function = ctypes.CDLL(None).madvise
-    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    function.restype = ctypes.c_int
-    return function
-
-
-_madvise = _system_madvise()
+_madvise = linux_call("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

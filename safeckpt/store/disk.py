@@ -20,8 +20,9 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, cast
 
+from safeckpt.libc import linux_call
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from types import TracebackType
     from typing import Self
 
@@ -191,19 +192,7 @@ def write(file: BinaryIO, data: memoryview) -> int:
     return taken
 
 
-def _system_sync_file_range() -> Callable[[int, int, int, int], int] | None:
-    if sys.platform != "linux":
-        return None
-    try:
-        function = ctypes.CDLL(None).sync_file_range
-    except AttributeError:  # a C library without it
-        return None
-    function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-    function.restype = ctypes.c_int
-    return function
-
-
-_sync_file_range = _system_sync_file_range()
+_sync_file_range = linux_call("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
 
 def sync(file: BinaryIO) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.campaign.outcome import Outcome, Scale, scratch
-from tests.campaign.stories import STORIES, Promise, Story, WrongBitsError, check_afterwards
+from tests.campaign.stories import STORIES, Promise, Story, check_afterwards
 from tests.crash.disk_model import Content, Disk
 from tests.faults import Operation, Recorder, contents, intercept
 
@@ -47,12 +47,8 @@ def _crash_everywhere(story: Story, folder: Path, outcome: Outcome, choose: rand
         outcome.tried += 1
         last = operations[number - 1].kind if number else "nothing"
         where = f"{story.name}: disk {index}, power lost after operation {number} of {len(operations)} ({last})"
-        try:
+        with outcome.judging(where):
             check_afterwards(path, story, allowed, checkpoints)
-        except WrongBitsError as error:
-            outcome.let_in(f"{where}: {error}")
-        except Exception as error:
-            outcome.lose(f"{where}: {type(error).__name__}: {str(error)[:300]}")
         shutil.rmtree(path, ignore_errors=True)
 
 

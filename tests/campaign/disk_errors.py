@@ -16,7 +16,7 @@ from typing import Any
 import safeckpt
 from tests import children
 from tests.campaign.outcome import Outcome, Scale, quiet, scratch
-from tests.campaign.stories import STORIES, Promise, Story, WrongBitsError, check_afterwards
+from tests.campaign.stories import STORIES, Promise, Story, check_afterwards
 from tests.crash.scenarios import new_run, set_state
 from tests.faults import Fault, Operation, Recorder, descriptor_count, intercept
 from tests.manager.helpers import checkpoint_files, manager_of, steps_in, temps_in
@@ -62,12 +62,8 @@ def _fail_everywhere(story: Story, folder: Path, outcome: Outcome, choose: rando
         times = "for good" if for_good else "once"
         where = f"{story.name}: {errno.errorcode[error]} at operation {number} ({kind}), {times}"
         outcome.tried += 1
-        try:
+        with outcome.judging(where):
             _fail_once(story, path, watch, outcome)
-        except WrongBitsError as problem:
-            outcome.let_in(f"{where}: {problem}")
-        except Exception as problem:
-            outcome.lose(f"{where}: {type(problem).__name__}: {str(problem)[:300]}")
 
 
 class _Attempts(Recorder):

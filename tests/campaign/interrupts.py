@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dis
 import random
-import sys
 import threading
 import warnings
 import weakref
@@ -20,9 +19,9 @@ import torch
 import safeckpt
 from safeckpt import CheckpointManager
 from tests.campaign.outcome import Outcome, Scale, alone, scratch
-from tests.campaign.stories import WrongBitsError, state_of
+from tests.campaign.stories import state_of
 from tests.crash.scenarios import new_run, set_state
-from tests.faults import descriptor_count
+from tests.faults import Tracing, descriptor_count
 from tests.manager.helpers import manager_of, steps_in, temps_in
 from tests.training import Marked
 
@@ -60,7 +59,7 @@ def _new_run() -> Marked:
     return run
 
 
-class _Tracer:
+class _Tracer(Tracing):
     """Counts the lines of Python, and raises KeyboardInterrupt on one.
 
     Args:
@@ -73,13 +72,6 @@ class _Tracer:
         self._left = time
         self.seen: dict[Place, int] = {}
         self.fired = False
-
-    def __enter__(self) -> None:
-        self._before = sys.gettrace()
-        sys.settrace(self._trace)
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(self._before)
 
     def _trace(self, frame: Any, event: str, _: Any) -> Any:
         code = frame.f_code
@@ -170,13 +162,9 @@ class _Kind:
             if type(ended) is not KeyboardInterrupt:
                 self.outcome.lose(f"{where}: came out as {ended!r}")
         ended = None
-        try:
+        with self.outcome.judging(where):
             manager = self.after()
             self._look(manager, descriptors)
-        except WrongBitsError as error:
-            self.outcome.let_in(f"{where}: {error}")
-        except Exception as error:
-            self.outcome.lose(f"{where}: {error!r}")
 
     def _look(self, manager: CheckpointManager, descriptors: int) -> None:
         if not manager.directory.exists():

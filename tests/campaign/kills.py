@@ -22,8 +22,8 @@ from typing import Any
 
 import safeckpt
 from safeckpt import CheckpointManager
-from tests.campaign.outcome import Outcome, Scale, alone, scratch
-from tests.campaign.stories import State, WrongBitsError, state_of
+from tests.campaign.outcome import Outcome, Scale, WrongBitsError, alone, scratch
+from tests.campaign.stories import State, state_of
 from tests.crash.scenarios import new_run, set_state
 from tests.faults import Operation, intercept
 from tests.manager.helpers import flip, manager_of, step_path, steps_in, temps_in

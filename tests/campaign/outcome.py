@@ -39,6 +39,10 @@ Scale = Literal[
 ]  # fast: part of the test run, a minute at most; full: as many as the README's table says
 
 
+class WrongBitsError(Exception):
+    """What was restored is no state that was saved."""
+
+
 class FoundError(Exception):
     """The first fault that was not survived, where one is enough to know."""
 
@@ -78,6 +82,16 @@ class Outcome:
     def let_in(self, text: str) -> None:
         """Note something wrong that was loaded, or passed for good."""
         self._note(self.undetected, text)
+
+    @contextlib.contextmanager
+    def judging(self, where: str) -> Iterator[None]:
+        """Note what a look at the checkpoints raises: wrong bits were let in, anything else is a loss."""
+        try:
+            yield
+        except WrongBitsError as error:
+            self.let_in(f"{where}: {error}")
+        except Exception as error:
+            self.lose(f"{where}: {type(error).__name__}: {str(error)[:300]}")
 
     def _note(self, lines: list[str], text: str) -> None:
         lines.append(text)

@@ -14,6 +14,7 @@ from typing import Any
 import safeckpt
 from safeckpt import Best, CheckpointManager
 from safeckpt.store import names
+from tests.campaign.outcome import WrongBitsError
 from tests.crash.scenarios import NEXT, SCENARIOS, Scenario, new_run, new_state, set_state, state_in
 from tests.manager.helpers import checkpoint_files, manager_of, step_path, steps_in, temps_in
 from tests.training import Marked
@@ -175,10 +176,6 @@ _ALL = [
     Story("async rollback", (1, 2, 3), _restore, _refuse_and_roll_back, {"async_save": True}),
 ]  # fmt: skip
 STORIES = {story.name: story for story in _ALL}
-
-
-class WrongBitsError(Exception):
-    """A restore gave something that was never saved."""
 
 
 def check_afterwards(path: Path, story: Story, allowed: frozenset[State], before: Mapping[str, bytes]) -> State:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +15,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import safeckpt
+from tests.training import endless
 
 Kind = Literal["alone", "ddp", "fsdp", "2d"]
 
@@ -90,7 +90,7 @@ class Run:
         self.counters = {"rank": self.rank, "seen": 0}
         self.generator = torch.Generator().manual_seed(100 + rank)
         torch.manual_seed(1000 + rank)  # dropout of its own on every rank
-        self._batches: Iterator[Any] | None = None
+        self._batches = endless(self.loader)
         self.bad: tuple[int, int] | None = None
         self.components: dict[str, Any] = {
             "model": self.model,
@@ -119,13 +119,7 @@ class Run:
 
     def step(self, number: int) -> float:
         """Train on the next batch and return this rank's loss."""
-        if self._batches is None:
-            self._batches = iter(self.loader)
-        batch = next(self._batches, None)
-        if batch is None:
-            self._batches = iter(self.loader)
-            batch = next(self._batches)
-        images, labels = batch
+        images, labels = next(self._batches)
         images = images + 0.01 * torch.randn(images.shape, generator=self.generator)
         loss = nn.functional.cross_entropy(self.model(images), labels)
         if self.bad == (self.rank, number):
