@@ -4,11 +4,11 @@ from safeckpt.distributed.group import Group, Ranks, group_of_this_process, in_g
 from safeckpt.distributed.own import differing, digests_of, drifted, merged, own_of, payload_for, replica_fingerprints
 from safeckpt.distributed.shards import (
     Held,
-    holds_shards,
     is_sharded,
     local_parts,
     read_shards,
     rejoined,
+    shards_of,
     split,
     with_places,
     write_shards,
@@ -22,7 +22,6 @@ __all__ = [
     "digests_of",
     "drifted",
     "group_of_this_process",
-    "holds_shards",
     "in_group",
     "is_sharded",
     "local_parts",
@@ -32,6 +31,7 @@ __all__ = [
     "read_shards",
     "rejoined",
     "replica_fingerprints",
+    "shards_of",
     "split",
     "with_places",
     "write_shards",

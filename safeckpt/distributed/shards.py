@@ -7,33 +7,33 @@ optimizer's is `optimizer.component.qualified.name.exp_avg`: by name, never by p
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from safeckpt.distributed.group import Group
-from safeckpt.errors import DamagedCheckpointError, UnsavableStateError
-from safeckpt.file import ShardFile, shard_of
+from safeckpt.errors import DamagedCheckpointError, LoadError, UnsavableStateError
+from safeckpt.file import ShardFile
 from safeckpt.state import RESERVED_KEY, Component
 from safeckpt.state.tree import join, map_tensors, named_tensors
 
 __all__ = [
     "Held",
-    "holds_shards",
     "is_sharded",
     "local_parts",
     "read_shards",
     "rejoined",
+    "shards_of",
     "split",
     "with_places",
     "write_shards",
 ]
 
 _KEY = "safeckpt.shard"
-_METADATA = ".metadata"  # of the engine
 
 Held = dict[str, torch.Tensor]  # key to tensor
 
@@ -43,9 +43,9 @@ def is_sharded(payload: Mapping[str, Any]) -> bool:
     return any(hasattr(tensor, "to_local") for _, tensor in named_tensors(payload))
 
 
-def holds_shards(payload: Mapping[str, Any]) -> bool:
-    """Tell whether a payload that was read is an index of shards."""
-    return "files" in payload[RESERVED_KEY]
+def shards_of(payload: Mapping[str, Any]) -> list[str]:
+    """Return the names of the files that belong to a payload that was read; none unless it is an index of shards."""
+    return [name for name, *_ in payload[RESERVED_KEY].get("files", ())]
 
 
 def split(payload: Mapping[str, Any]) -> tuple[dict[str, Any], Held]:
@@ -107,7 +107,13 @@ def _without(tree: Any, keys: Mapping[int, str], held: Held) -> Any:
         key = keys.get(id(tensor))
         if key is None or tensor.is_meta or torch.nn.parameter.is_lazy(tensor):
             return tensor
-        held[key] = tensor
+        if held.setdefault(key, tensor) is not tensor:
+            raise UnsavableStateError(
+                location=key,
+                type_name="torch.Tensor",
+                reason="two different tensors would have this name",
+                cure="give one of the components another name.",
+            )
         return {_KEY: key, "shape": list(tensor.size()), "dtype": tensor.dtype}
 
     return map_tensors(tree, place_holder)
@@ -156,13 +162,23 @@ def _layout_of(key: str, layouts: Mapping[str, torch.Tensor]) -> torch.Tensor | 
 
 
 def _empty_like(live: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    if live is None:
-        return torch.empty(shape, dtype=dtype, device="cpu")
-    if live.size() != shape:
+    """Return a tensor to read into, in host memory: a device may have no room for its state twice."""
+    if live is not None and live.size() != shape:
         return torch.empty(shape, dtype=dtype, device="meta")  # the check will say so
-    if hasattr(live, "to_local"):
-        return torch.empty_like(live, dtype=dtype, requires_grad=False)
-    return torch.empty(shape, dtype=dtype, device="cpu")
+    if live is None or not hasattr(live, "to_local"):
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    local = getattr(live, "_local_tensor", live)
+    return _with_part(live, torch.empty_like(local, dtype=dtype, device="cpu", requires_grad=False))
+
+
+def _with_part(sharded: Any, part: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that lies as a sharded one does, over another local part."""
+    spec = sharded._spec
+    if part.dtype != sharded.dtype:
+        spec = dataclasses.replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=part.dtype))
+    # Not from_local(), which moves the part to the device of the mesh.
+    found: torch.Tensor = type(sharded)(part, spec, requires_grad=False)
+    return found
 
 
 def _filled(tree: Any, place: Callable[[Mapping[str, Any]], torch.Tensor]) -> Any:
@@ -189,61 +205,78 @@ def rejoined(held: Held, parts: Held) -> Held:
     """Return tensors that lie as those in `held` do, over copies in host memory of their local parts."""
     found: Held = {}
     for key, tensor in held.items():
-        whole: Any = tensor
-        if hasattr(tensor, "to_local"):  # not from_local(), which moves the part back to the device of the mesh
-            found[key] = type(whole)(parts[key], whole._spec, requires_grad=False)
-        else:
-            found[key] = parts[key]
+        found[key] = _with_part(tensor, parts[key]) if hasattr(tensor, "to_local") else parts[key]
     return found
 
 
-def write_shards(held: Held, place: Path, group: Group) -> list[ShardFile]:
-    """Write the tensors of all ranks into a directory, and return what this rank has written, digests included.
+def write_shards(held: Held, place: Path, group: Group, write_inside: Callable[..., Any]) -> list[ShardFile]:
+    """Write the tensors of all ranks into a directory, and return what this rank has written.
 
     Called by all ranks at once. Every file is on the disk when this returns.
 
+    Args:
+        held: The tensors.
+        place: The directory.
+        group: The ranks.
+        write_inside: Writes a file into it durably, see `CheckpointDirectory.write_inside`.
+
     Cost:
-        Bytes of this rank's shards: written once, synced, and read back from the cache for the digest.
+        Bytes of this rank's shards: one pass for digest and write, and one fsync.
     """
-    engine = _engine()
+    from safeckpt.distributed.storage import ShardWriter  # noqa: PLC0415 - large, and needed only for shards
+
     if not group.leads:  # of what is not sharded the engine would take any rank's copy, and it is rank 0's that counts
         held = {key: tensor for key, tensor in held.items() if hasattr(tensor, "to_local")}
-    writer = engine.FileSystemWriter(place, single_file_per_rank=True, sync_files=True)
-    try:
-        _quietly(engine.save, held, storage_writer=writer, group=group)
-    except engine.CheckpointException as error:  # a BaseException, the same on every rank
-        if group.rank in error.failures:
-            raise error.failures[group.rank][0] from None
-        return []  # the agreement that follows says which rank failed, and why
-    mine = [*place.glob(f"__{group.rank}_*.distcp"), *([place / _METADATA] if group.leads else [])]
-    return [shard_of(path) for path in sorted(mine)]
+    writer = ShardWriter(place, write_inside)
+    failures = _run("save", held, group, storage_writer=writer)
+    if group.rank in failures:
+        raise failures[group.rank]
+    return writer.written  # when another rank has failed, the agreement that follows says which, and why
 
 
-def read_shards(held: Held, place: Path, group: Group) -> None:
+def read_shards(held: Held, place: Path, group: Group, names: Collection[str]) -> None:
     """Fill tensors from a directory, each rank its part; called by all ranks at once.
+
+    Args:
+        held: The tensors.
+        place: The directory.
+        group: The ranks.
+        names: The files that belong to it.
 
     Raises:
         DamagedCheckpointError: A tensor is not in it.
     """
-    engine = _engine()
-    try:
-        _quietly(engine.load, held, storage_reader=engine.FileSystemReader(place), group=group)
-    except engine.CheckpointException as error:  # a BaseException, the same on every rank
-        first = next(iter(error.failures.values()))[0]
-        if isinstance(first, OSError):
-            raise first from None
-        raise DamagedCheckpointError(path=place, reason=f"its shards cannot be read ({first})") from None
+    from safeckpt.distributed.storage import ShardReader  # noqa: PLC0415
+
+    reader = ShardReader(place, names)
+    failures = _run("load", held, group, storage_reader=reader)
+    for _, error in sorted(failures.items()):
+        if isinstance(error, (OSError, LoadError)):
+            raise error
+        raise DamagedCheckpointError(path=place, reason=f"its shards cannot be read ({error})") from None
+    for key, part in local_parts(held).items():
+        if reader.filled[key] != part.numel():
+            raise DamagedCheckpointError(
+                path=place, reason=f"{reader.filled[key]} of {part.numel()} elements of {key} are in it"
+            )
 
 
-def _engine() -> Any:
-    """Return torch.distributed.checkpoint, imported only where there are shards."""
-    from torch.distributed import checkpoint  # noqa: PLC0415
+def _run(what: str, held: Held, group: Group, **options: Any) -> dict[int, BaseException]:
+    """Have the engine save or load, and return the errors of the ranks on which that failed, the same on every rank."""
+    from torch.distributed import checkpoint as engine  # noqa: PLC0415
+    from torch.distributed.checkpoint.api import CheckpointException  # noqa: PLC0415
 
-    return checkpoint
-
-
-def _quietly(function: Callable[..., Any], held: Held, *, group: Group, **options: Any) -> None:
+    # By component, as a script of one's own would have it. The engine joins the two names again, and takes a while for
+    # every key at the top.
+    parts: dict[str, Held] = {}
+    for key, tensor in held.items():
+        component, _, name = key.partition(".")
+        parts.setdefault(component, {})[name] = tensor
     alone = group.process_group is None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the engine about its own internals
-        function(held, process_group=group.process_group, no_dist=alone, **options)
+        try:
+            getattr(engine, what)(parts, process_group=group.process_group, no_dist=alone, **options)
+        except CheckpointException as error:  # a BaseException
+            return {rank: failure for rank, (failure, _) in error.failures.items()}
+    return {}

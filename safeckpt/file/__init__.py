@@ -1,11 +1,12 @@
 """Payload <-> bytes of one file: encode, write, checksum, read, verify."""
 
 from safeckpt.file.encode import encode
-from safeckpt.file.folder import INDEX, CheckpointFolder, ShardFile, is_folder, open_folder, shard_of
+from safeckpt.file.folder import INDEX, CheckpointFolder, ShardFile, is_folder, open_folder, shard_of_bytes
 from safeckpt.file.read import CheckpointFile, open_file, verify
 from safeckpt.file.report import FileReport
+from safeckpt.file.source import Part, source_of
 from safeckpt.file.trailer import FORMAT_VERSION
-from safeckpt.file.write import PreparedFile, WrittenFile, prepare, write_file
+from safeckpt.file.write import PreparedFile, WrittenFile, prepare, write_file, write_joined
 
 __all__ = [
     "FORMAT_VERSION",
@@ -13,6 +14,7 @@ __all__ = [
     "CheckpointFile",
     "CheckpointFolder",
     "FileReport",
+    "Part",
     "PreparedFile",
     "ShardFile",
     "WrittenFile",
@@ -21,7 +23,9 @@ __all__ = [
     "open_file",
     "open_folder",
     "prepare",
-    "shard_of",
+    "shard_of_bytes",
+    "source_of",
     "verify",
     "write_file",
+    "write_joined",
 ]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Self
 
 from safeckpt.errors import DamagedCheckpointError
-from safeckpt.file.checksum import CHUNK_BYTES, root_of
+from safeckpt.file.checksum import CHUNK_BYTES, ChunkDigest, root_of
 from safeckpt.file.read import CheckpointFile, open_file
 from safeckpt.file.report import FileReport
 from safeckpt.file.source import source_of
@@ -23,19 +23,22 @@ if TYPE_CHECKING:
     from safeckpt.file.mapped import Mapped
     from safeckpt.threads import Progress
 
-__all__ = ["INDEX", "CheckpointFolder", "ShardFile", "is_folder", "open_folder", "shard_of"]
+__all__ = ["INDEX", "CheckpointFolder", "ShardFile", "is_folder", "open_folder", "shard_of_bytes"]
 
 INDEX = "safeckpt.pt"
 
 ShardFile = tuple[str, int, str]  # name, size in bytes, digest in hex
 
 
-def shard_of(path: Path) -> ShardFile:
-    """Return name, size and digest of a file.
+def shard_of_bytes(name: str, data: bytes) -> ShardFile:
+    """Return what the index says about a file with this content."""
+    digest = ChunkDigest()
+    digest.add(data)
+    return name, digest.size_bytes, digest.root()
 
-    Cost:
-        Reads the file once, in a few threads.
-    """
+
+def _shard_of(path: Path) -> ShardFile:
+    """Return name, size and digest of a file, which is read once, in a few threads."""
     source = source_of(path)
     try:
         size = source.size_bytes
@@ -175,7 +178,7 @@ def _check(place: Path, shards: Sequence[ShardFile], progress: Progress | None) 
         if Path(name).name != name:
             raise DamagedCheckpointError(path=place, reason=f"its index names {name!r}", record=INDEX)
         try:
-            _, found_size, found_root = shard_of(place / name)
+            _, found_size, found_root = _shard_of(place / name)
         except FileNotFoundError:
             if not place.is_dir():
                 raise  # pruned by its writer

@@ -12,7 +12,7 @@ import stat
 import threading
 from collections import deque
 from itertools import accumulate
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 from zlib import crc32
 
 from safeckpt.errors import DamagedCheckpointError
@@ -22,7 +22,7 @@ from safeckpt.threads import Progress, in_threads
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Source", "source_of"]
+__all__ = ["Part", "Source", "source_of"]
 
 _READ_BYTES = 1 << 20  # at a time and thread: stays in the cache between the read and its checksum
 _SMALL_BYTES = 256 << 10
@@ -137,6 +137,53 @@ class Source:
             crc = crc32(piece, crc)
             offset += len(piece)
         return crc
+
+
+class Part(io.RawIOBase):
+    """A part of an open file, as a file to read.
+
+    Args:
+        source: The file.
+        offset: Where the part begins.
+        length: Its length.
+
+    Raises:
+        DamagedCheckpointError: The file does not have so many bytes.
+    """
+
+    def __init__(self, source: Source, offset: int, length: int) -> None:
+        if not 0 <= offset <= offset + length <= source.size_bytes:
+            raise DamagedCheckpointError(path=source.path, reason=f"it has no bytes {offset} to {offset + length}")
+        self.name = source.path
+        self._source = source
+        self._offset = offset
+        self._length = length
+        self._position = 0
+
+    def readinto(self, buffer: Any) -> int:
+        """Read into a buffer, as much as there is."""
+        view = memoryview(buffer).cast("B")[: max(0, self._length - self._position)]
+        self._source.read_into(view, self._offset + self._position)
+        self._position += len(view)
+        return len(view)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Move the position."""
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
+        self._position = max(0, start + offset)
+        return self._position
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._position
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
 
 
 def _descriptor(file: IO[bytes]) -> int | None:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from safeckpt.file.pickling import Pickled
     from safeckpt.threads import Progress
 
-__all__ = ["PreparedFile", "Writable", "WrittenFile", "header_bytes", "prepare", "write_file"]
+__all__ = ["PreparedFile", "Writable", "WrittenFile", "header_bytes", "prepare", "write_file", "write_joined"]
 
 _SMALL_BYTES = 64 << 10  # below this, copying into one buffer is cheaper than a system call and a thread
 _JOINED_BYTES = 1 << 20  # small pieces are joined up to about this before they are written
@@ -109,7 +109,9 @@ class PreparedFile:
             return _Writer(f, pool, progress, self.size_bytes).write(self._names, self._contents)
 
 
-def prepare(payload: object, *, header: Mapping[str, Any] | None = None, pickle_protocol: int = 2) -> PreparedFile:
+def prepare(
+    payload: object, *, header: Mapping[str, Any] | None = None, pickle_protocol: int = 2, trailer: bool = True
+) -> PreparedFile:
     """Pickle a payload and lay the file out; nothing is written.
 
     The bytes depend on the payload and the header alone.
@@ -118,6 +120,7 @@ def prepare(payload: object, *, header: Mapping[str, Any] | None = None, pickle_
         payload: What :func:`safeckpt.file.encode.encode` returned.
         header: JSON values to be found without unpickling, see :meth:`CheckpointFile.header`.
         pickle_protocol: 2, or 3.
+        trailer: Whether it proves itself; a part of another file, see :func:`write_joined`, has none.
 
     Raises:
         UnsavableStateError: A load would refuse it: the payload did not come from ``encode``.
@@ -138,9 +141,29 @@ def prepare(payload: object, *, header: Mapping[str, Any] | None = None, pickle_
     contents += [pickled.data, b"1", b"%d" % ALIGNMENT_BYTES, byteorder, *pickled.contents, b"3\n"]
     names = archive.record_names(len(pickled.contents), header=header is not None, packs=bool(pickled.packed))
     entries, directory_offset = archive.layout(_sizes(names, contents))
-    end = archive.end_of_archive(len(entries), directory_offset, 0, TRAILER_BYTES)
+    trailer_bytes = TRAILER_BYTES if trailer else 0
+    end = archive.end_of_archive(len(entries), directory_offset, 0, trailer_bytes)
     directory_bytes = len(archive.central_directory(entries))
-    return PreparedFile(directory_offset + directory_bytes + len(end) + TRAILER_BYTES, names, contents)
+    return PreparedFile(directory_offset + directory_bytes + len(end) + trailer_bytes, names, contents)
+
+
+def write_joined(parts: Sequence[PreparedFile], f: Writable) -> tuple[list[int], WrittenFile]:
+    """Write files one after the other into one.
+
+    Args:
+        parts: Made by :func:`prepare` with ``trailer=False``.
+        f: Where to write.
+
+    Returns:
+        At which byte each begins, and size and digest of all of it.
+
+    Raises:
+        OSError: From ``f``, as it is.
+    """
+    with CrcPool() as pool:
+        writer = _Writer(f, pool)
+        offsets = [writer.archive(part._names, part._contents, comment_bytes=0) for part in parts]
+        return offsets, writer.finish(len(parts))
 
 
 def write_file(
@@ -182,19 +205,29 @@ class _Writer:
         self._digest = ChunkDigest()
 
     def write(self, names: Sequence[str], contents: Sequence[Content | bytes]) -> WrittenFile:
-        """Write the records, the last of which is the serialization id, and all that belongs to a file."""
+        """Write a file with its trailer."""
+        self.archive(names, contents, comment_bytes=TRAILER_BYTES)
+        written = self.finish(len(names))
+        self._send(Trailer(root=written.root, size_bytes=written.size_bytes).to_bytes())
+        return WrittenFile(written.size_bytes + TRAILER_BYTES, written.root, written.records)
+
+    def archive(self, names: Sequence[str], contents: Sequence[Content | bytes], *, comment_bytes: int) -> int:
+        """Write the records, the last of which is the serialization id, and the tables; return where they begin."""
+        start = self._digest.size_bytes + len(self._small)
         entries, directory_offset = archive.layout(_sizes(names, contents))
-        pieces = self._ahead(_pieces(entries, contents))
+        pieces = self._ahead(_pieces(entries, contents, start))
         for entry in entries[:-1]:
             self._record(entry, pieces)
         self._record(entries[-1], iter([(memoryview(_serialization_id(entries)), None)]))
         directory = archive.central_directory(entries)
         self._put(directory)
-        self._put(archive.end_of_archive(len(entries), directory_offset, len(directory), TRAILER_BYTES))
+        self._put(archive.end_of_archive(len(entries), directory_offset, len(directory), comment_bytes))
+        return start
+
+    def finish(self, records: int) -> WrittenFile:
+        """Write what is left, and return size and digest of all so far."""
         self._flush()
-        trailer = Trailer(root=self._digest.root(), size_bytes=self._digest.size_bytes)
-        self._send(trailer.to_bytes())
-        return WrittenFile(trailer.size_bytes + TRAILER_BYTES, trailer.root, len(entries))
+        return WrittenFile(self._digest.size_bytes, self._digest.root(), records)
 
     def _record(self, entry: Entry, pieces: Iterator[tuple[memoryview, CrcTask | None]]) -> None:
         self._put(archive.local_header(entry))
@@ -258,10 +291,10 @@ class _Writer:
             self._progress(self._sent_bytes, self._size_bytes)
 
 
-def _pieces(entries: Sequence[Entry], contents: Sequence[Content | bytes]) -> Iterator[memoryview]:
-    """Give the data of all records in order, cut where the file is cut into chunks."""
+def _pieces(entries: Sequence[Entry], contents: Sequence[Content | bytes], start: int) -> Iterator[memoryview]:
+    """Give the data of all records in order, cut where the file is cut into chunks; the archive begins at a byte."""
     for entry, data in zip(entries, contents, strict=False):
-        cuts = _cuts(entry.data_offset, entry.size)
+        cuts = _cuts(start + entry.data_offset, entry.size)
         if isinstance(data, bytes):
             yield from (memoryview(data)[low:high] for low, high in cuts)
         else:

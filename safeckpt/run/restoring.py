@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from safeckpt.catalog import Checkpoint, Opened, reason_of, skipped
-from safeckpt.distributed import Held, holds_shards, payload_for, read_shards, with_places
+from safeckpt.distributed import Held, payload_for, read_shards, shards_of, with_places
 from safeckpt.errors import (
     CheckpointNotFoundError,
     DamagedCheckpointError,
@@ -46,6 +46,7 @@ class _Ready(NamedTuple):
     Attributes:
         plan: What will be applied.
         held: Tensors of it that the shards have to fill.
+        shards: Names of the files they are in.
         guard: What has to be finite.
         resized: Whether the run had another number of processes.
         looked_at: To be told of memory that is not needed again before it is copied.
@@ -53,6 +54,7 @@ class _Ready(NamedTuple):
 
     plan: Plan
     held: Held
+    shards: Collection[str]
     guard: Guard
     resized: bool
     looked_at: Callable[[torch.Tensor], None]
@@ -189,17 +191,17 @@ class Restorer:
         except (KeyError, TypeError) as error:
             raise DamagedCheckpointError(path=file.path, reason="its header does not say what was guarded") from error
         group = self._run.group
-        sharded = holds_shards(payload)
+        names_of_shards = shards_of(payload)
         payload, changes = payload_for(payload, self._components, group.rank, group.size)
         held: Held = {}
-        if sharded:
+        if names_of_shards:
             payload, held = with_places(payload, self._components)
         ready = plan(
             self._components, payload, only=wanted.only, keep_live=wanted.keep_live, path=file.path, read=mapped.read
         )
         if ready.rng is not None:
             ready.environment.extend(changes)
-        return _Ready(ready, held, guard, bool(changes), mapped.forget)
+        return _Ready(ready, held, names_of_shards, guard, bool(changes), mapped.forget)
 
     def _fill(self, ready: _Ready, path: Path) -> None:
         """Read the shards, and let the guard that the state passed when it was saved judge it again.
@@ -208,7 +210,7 @@ class Restorer:
             LoadError: They cannot be read, or the state is not finite.
         """
         if ready.held:
-            read_shards(ready.held, path, self._run.group)
+            read_shards(ready.held, path, self._run.group, ready.shards)
         bad = Baseline({}).judge(ready.plan.parts, ready.guard, ready.looked_at).bad
         if bad:
             raise DamagedCheckpointError(path=path, reason=f"it is not finite ({bad[0]})")

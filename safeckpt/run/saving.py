@@ -366,7 +366,7 @@ class Saver:
 
         def written() -> list[ShardFile]:
             self._run.look_for(files.path / name)
-            return write_shards(draft.held, files.path / name, group)
+            return write_shards(draft.held, files.path / name, group, files.write_inside)
 
         try:
             name = group.together(what, begun, lambda names: names[0])

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
-__all__ = ["commit"]
+__all__ = ["commit", "write_new"]
 
 
 def commit(
@@ -85,17 +85,7 @@ def commit(
                 claim = disk.claim(file.raw)
                 if claim is None:  # one came between the two lines above
                     file.close()
-            result = write(cast("BinaryIO", file))
-            if file.failure is not None:  # a writer that swallows errors must not commit a file with a hole
-                raise file.failure  # noqa: TRY301
-            if check is not None:
-                file.seek(0)
-                check(cast("BinaryIO", file))
-            # Content before name: a file system may put the rename on the disk long before the data. A failure is
-            # final for this file, since the kernel may have marked the lost pages clean (fsyncgate).
-            disk.sync(file.raw)
-            # Closed before the rename: the last chance to hear of a failed write, and Windows renames no open file.
-            file.close()
+            result = _fill(file, write, check)
             freeing.put(temp, target)  # type: ignore[arg-type]  # a file has its temporary name
             claim.close()
         except BaseException as error:
@@ -114,6 +104,49 @@ def commit(
             SafeckptWarning,
             stacklevel=2,
         )
+    return result
+
+
+def write_new(path: Path, write: Callable[[BinaryIO], T], *, size_bytes: int | None = None) -> T:
+    """Write a file that did not exist, into a directory that nobody looks into before it is committed as a whole.
+
+    Its content is durable when this returns, its name when its directory is synced.
+
+    Args:
+        path: Where.
+        write: As for `commit`.
+        size_bytes: As for `commit`.
+
+    Returns:
+        What `write` returned.
+
+    Raises:
+        OSError: Anything the system refused, with its errno. The file is gone.
+        BaseException: Whatever `write` raised. The file is gone.
+    """
+    file = NewFile(disk.create(path))
+    try:
+        return _fill(file, write, None)
+    except BaseException as error:
+        _discard(file, None, path, error)
+        if isinstance(error, OSError):
+            _explain(error, path, file.written_bytes, size_bytes)
+        raise
+
+
+def _fill(file: NewFile, write: Callable[[BinaryIO], T], check: Callable[[BinaryIO], None] | None) -> T:
+    """Write the content, and put it on the disk."""
+    result = write(cast("BinaryIO", file))
+    if file.failure is not None:  # a writer that swallows errors must not commit a file with a hole
+        raise file.failure
+    if check is not None:
+        file.seek(0)
+        check(cast("BinaryIO", file))
+    # Content before name: a file system may put the rename on the disk long before the data. A failure is final for
+    # this file, since the kernel may have marked the lost pages clean (fsyncgate).
+    disk.sync(file.raw)
+    # Closed before the rename: the last chance to hear of a failed write, and Windows renames no open file.
+    file.close()
     return result
 
 

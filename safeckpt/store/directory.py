@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TypeVar
 
 from safeckpt.errors import DurabilityUnknownError, SafeckptWarning, StepExistsError
 from safeckpt.store import disk, freeing, names
-from safeckpt.store.commit import commit
+from safeckpt.store.commit import commit, write_new
 from safeckpt.store.events import EventLog
 from safeckpt.store.losses import LossLog
 
@@ -143,8 +143,12 @@ class CheckpointDirectory:
         return path
 
     def write_inside(self, path: Path, write: Callable[[BinaryIO], T], *, size_bytes: int | None = None) -> T:
-        """Write a file into a directory that `begin_folder` made, durably, as `commit` does."""
-        return commit(path, write, size_bytes=size_bytes)
+        """Write a file into a directory that `begin_folder` made; `commit_folder` makes its name durable.
+
+        Raises:
+            OSError: The system refused, with errno. The file is gone.
+        """
+        return write_new(path, write, size_bytes=size_bytes)
 
     def commit_folder(self, step: int, temp: Path) -> None:
         """Give a directory that `begin_folder` made, and whose files are synced, its final name.

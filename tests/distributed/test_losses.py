@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import time
 from pathlib import Path
@@ -20,7 +19,7 @@ from tests.faults import Kill, intercept
 
 
 def _save_and_die(path: Path, kind: Kind, victim: int, options: dict[str, Any], fault: tuple[int, str, str]) -> Any:
-    """Save two steps; in the third save one rank dies at an operation of the store, or inside the engine."""
+    """Save two steps; in the third save one rank dies at an operation of the store, or hangs."""
     run = Run(kind)
     number, when, where = fault
     manager = manager_of(run, path / "run", rank_timeout_seconds=3.0 if where == "hang" else 60.0, **options)
@@ -31,11 +30,7 @@ def _save_and_die(path: Path, kind: Kind, victim: int, options: dict[str, Any], 
     manager.wait()
     kill: Any = contextlib.nullcontext()
     if torch.distributed.get_rank() == victim:
-        if where == "engine":
-            from torch.distributed import checkpoint
-
-            checkpoint.FileSystemWriter.write_data = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-        elif where == "hang":
+        if where == "hang":
             manager._saver._capture = lambda *_, **__: time.sleep(9)  # type: ignore[method-assign]
         else:
             kill = intercept(Kill(number, when, {where}))
@@ -71,7 +66,7 @@ CASES = [
     Case("ddp", 0, {}, (1, "before", "replace"), 3),
     Case("ddp", 1, {}, (1, "before", "hang"), 3),
     Case("fsdp", 0, {}, (1, "after", "sync_directory"), 3),
-    Case("fsdp", 1, {}, (1, "before", "engine"), 3),
+    Case("fsdp", 1, {}, (1, "before", "write"), 3),
 ]
 MORE = [
     Case("ddp", 0, {}, (1, "after", "replace"), 4),
@@ -80,13 +75,15 @@ MORE = [
     Case("ddp", 0, {}, (1, "before", "sync"), 3),
     Case("fsdp", 0, {}, (1, "before", "make_directory"), 3),
     Case("fsdp", 0, {}, (1, "after", "make_directory"), 3),
-    Case("fsdp", 0, {}, (1, "before", "engine"), 3),
+    Case("fsdp", 0, {}, (1, "before", "write"), 3),
+    Case("fsdp", 1, {}, (1, "before", "sync"), 3),
+    Case("fsdp", 0, {}, (2, "before", "sync"), 3),
+    Case("fsdp", 0, {}, (3, "after", "sync"), 3),
     Case("fsdp", 0, {}, (1, "before", "replace"), 3),
-    Case("fsdp", 0, {}, (2, "before", "replace"), 3),
-    Case("fsdp", 0, {}, (2, "after", "replace"), 4),
-    Case("fsdp", 0, {"async_save": True}, (2, "after", "replace"), 4),
-    Case("fsdp", 1, {"async_save": True}, (1, "before", "engine"), 3),
-    Case("fsdp", 0, {"async_save": True}, (1, "before", "engine"), 3),
+    Case("fsdp", 0, {}, (1, "after", "replace"), 4),
+    Case("fsdp", 0, {"async_save": True}, (1, "after", "replace"), 4),
+    Case("fsdp", 1, {"async_save": True}, (1, "before", "write"), 3),
+    Case("fsdp", 0, {"async_save": True}, (1, "before", "write"), 3),
     Case("fsdp", 1, {}, (1, "before", "hang"), 3),
 ]
 

@@ -1,0 +1,226 @@
+"""The files of a sharded checkpoint, for torch.distributed.checkpoint to write and to read.
+
+The engine plans which rank writes which part of which tensor, and which rank reads it; how bytes come onto the disk and
+back is the same here as for a single file: one write that tells of a full disk what it needs, a digest taken on the
+way, and a reader that executes nothing. The files are those that the engine's own reader expects: `__0_0.distcp` holds
+what rank 0 has written, one torch file after the other, and `.metadata` says where each begins.
+
+Imported only where there are shards, since the engine is large.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pickle
+from collections import defaultdict
+from collections.abc import Callable, Collection
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, NoReturn
+
+import torch
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from safeckpt.errors import DamagedCheckpointError
+from safeckpt.file import Part, ShardFile, encode, open_file, prepare, shard_of_bytes, source_of, write_joined
+
+__all__ = ["ShardReader", "ShardWriter", "WriteInside"]
+
+_METADATA = ".metadata"  # the engine's name for it
+
+WriteInside = Callable[..., Any]  # `CheckpointDirectory.write_inside`
+
+# What the engine's metadata is made of. Its own reader takes anything else that a pickle can name, and runs it.
+_TYPES: dict[tuple[str, str], Any] = {
+    (kind.__module__, kind.__qualname__): kind
+    for kind in (
+        Metadata, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata, TensorProperties, MetadataIndex,
+        StorageMeta, _MEM_FORMAT_ENCODING, _StorageInfo, torch.Size,
+    )
+}  # fmt: skip
+_TYPES["torch.serialization", "_get_layout"] = torch.serialization._get_layout
+_TYPES["pathlib", "PosixPath"] = PurePosixPath  # in what the engine itself has written
+_FAILURES = (
+    pickle.UnpicklingError, EOFError, LookupError, ValueError, TypeError, AttributeError, RuntimeError, ArithmeticError,
+    MemoryError, NotImplementedError,
+)  # fmt: skip
+
+
+class ShardWriter(FileSystemWriter):
+    """Writes this rank's parts into one file; rank 0's also the engine's metadata.
+
+    Args:
+        place: The directory.
+        write_inside: Writes a file into it durably.
+
+    Attributes:
+        written: The files that this rank has written.
+    """
+
+    def __init__(self, place: Path, write_inside: WriteInside) -> None:
+        super().__init__(place)
+        self._place = place
+        self._write_inside = write_inside
+        self.written: list[ShardFile] = []
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write the parts of a plan; a rank that has none writes no file."""
+        prefix: _StoragePrefix = plan.storage_data
+        name = f"{prefix.prefix}0.distcp"
+        # Laid out before anything is written, so that a full disk can be told how much was needed.
+        parts = [prepare(encode(_tensor_of(planner, item)), trailer=False) for item in plan.items]
+        results = []
+        if parts:
+            size_bytes = sum(part.size_bytes for part in parts)
+            offsets, written = self._write_inside(
+                self._place / name, lambda f: write_joined(parts, f), size_bytes=size_bytes
+            )
+            self.written.append((name, written.size_bytes, written.root))
+            results = [
+                WriteResult(item.index, part.size_bytes, _StorageInfo(name, offset, part.size_bytes))
+                for item, part, offset in zip(plan.items, parts, offsets, strict=True)
+            ]
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the engine's metadata; on the coordinating rank, when all have written."""
+        metadata.storage_data = {one.index: one.storage_data for some in results for one in some}
+        metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)  # as the engine does, since 2.11
+        metadata.storage_meta = StorageMeta()  # not the temporary name of the directory
+        data = pickle.dumps(metadata)
+
+        def write(f: BinaryIO) -> None:
+            f.write(data)
+
+        self._write_inside(self._place / _METADATA, write, size_bytes=len(data))
+        self.written.append(shard_of_bytes(_METADATA, data))
+
+
+def _tensor_of(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
+    data = planner.resolve_data(item)
+    if not isinstance(data, torch.Tensor):
+        raise TypeError(f"{item.index.fqn} is no tensor")
+    return data.detach()
+
+
+class ShardReader(FileSystemReader):
+    """Reads what this rank needs of a directory.
+
+    Args:
+        place: The directory.
+        names: The files that belong to it; what refers to another one is refused.
+
+    Attributes:
+        filled: Key to the number of elements that were read for it.
+    """
+
+    def __init__(self, place: Path, names: Collection[str]) -> None:
+        super().__init__(place)
+        self._place = place
+        self._names = frozenset(names)
+        self.filled: defaultdict[str, int] = defaultdict(int)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return what is in the directory; nothing is executed.
+
+        Raises:
+            DamagedCheckpointError: It cannot be read, or asks for something that no metadata holds.
+        """
+        path = self._place / _METADATA
+        metadata = _Unpickler(path).metadata()
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the parts of a plan into the tensors that the planner names.
+
+        Raises:
+            DamagedCheckpointError: A part is not what the metadata says.
+        """
+        by_file: dict[str, list[tuple[_StorageInfo, ReadItem]]] = {}
+        for item in plan.items:
+            info = self.storage_data[item.storage_index]
+            by_file.setdefault(info.relative_path, []).append((info, item))
+        for name, items in by_file.items():
+            if name not in self._names:
+                self._refuse(f"its {_METADATA} refers to {name!r}, which does not belong to it")
+            source = source_of(self._place / name)
+            with contextlib.closing(source):
+                for info, item in items:
+                    with open_file(Part(source, info.offset, info.length)) as file:  # type: ignore[arg-type]
+                        self._read(file.load("cpu"), item, planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _read(self, value: Any, item: ReadItem, planner: LoadPlanner) -> None:
+        key = item.dest_index.fqn
+        if item.type == LoadItemType.BYTE_IO or not isinstance(value, torch.Tensor):
+            self._refuse(f"{key} is no tensor")
+        for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            value = value.narrow(dimension, offset, length)
+        target = planner.resolve_tensor(item).detach()
+        if target.size() != value.size():
+            self._refuse(f"a part of {key} has shape {list(value.size())} instead of {list(target.size())}")
+        target.copy_(value)
+        planner.commit_tensor(item, target)
+        self.filled[key] += target.numel()
+
+    def _refuse(self, reason: str) -> NoReturn:
+        raise DamagedCheckpointError(path=self._place, reason=reason)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads the engine's metadata, and builds nothing but what it consists of."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.BytesIO(path.read_bytes()))
+        self._path = path
+
+    def metadata(self) -> Metadata:
+        """Return what is in the file."""
+        try:
+            loaded = self.load()
+        except _FAILURES as error:
+            raise self._damaged(str(error)) from error
+        if type(loaded) is not Metadata or not isinstance(loaded.storage_data, dict):
+            raise self._damaged("it holds something else")
+        return loaded
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return one of the known classes."""
+        found = _TYPES.get((module, name))
+        if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            found = getattr(torch, name)
+        if found is None:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is never in it")
+        return found
+
+    def _damaged(self, reason: str) -> DamagedCheckpointError:
+        return DamagedCheckpointError(
+            path=self._path.parent, reason=f"the engine's metadata cannot be read ({reason})", record=_METADATA
+        )
