@@ -22,7 +22,7 @@ from safeckpt.errors import (
     LoadError,
     SkippedCheckpointWarning,
 )
-from safeckpt.file import INDEX, CheckpointFile, CheckpointFolder, open_file, open_folder
+from safeckpt.file import INDEX, CheckpointFile, CheckpointFolder, open_checkpoint
 from safeckpt.store import CheckpointDirectory
 from safeckpt.threads import Progress
 
@@ -287,7 +287,7 @@ def _identity(path: Path) -> _Identity:
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Opened]:
     _identity(path)  # a pipe would be waited for for ever
-    with open_folder(path) if path.is_dir() else open_file(path) as file:
+    with open_checkpoint(path) as file:
         yield file
 
 

@@ -11,6 +11,7 @@ import torch
 
 from safeckpt import file as _file
 from safeckpt.arguments import as_numbers
+from safeckpt.distributed import whole
 from safeckpt.errors import NonFiniteError
 from safeckpt.file import FileReport
 from safeckpt.state.guard import find_nonfinite, nonfinite_loss
@@ -116,11 +117,14 @@ def load(
     its checksum matches, and nothing but tensors, plain values and registered types is ever built.
 
     Args:
-        f: A path, or a readable and seekable object.
-        map_location: Where the tensors go, as in torch. None: the device they were saved from.
+        f: A path, or a readable and seekable object. The directory of a sharded checkpoint comes back as the same state
+            would from a file, with every tensor whole, in this one process.
+        map_location: Where the tensors go, as in torch. None: the device they were saved from; host memory for what
+            was sharded.
         pickle_module: Accepted for compatibility; only None.
         weights_only: Accepted for compatibility; only True.
-        mmap: Map the file instead of reading it: faster and without a copy. The tensors then hold on to the file.
+        mmap: Map the file instead of reading it: faster and without a copy. The tensors then hold on to the file. Not
+            for a directory.
         verify: Check every byte first. A file that plain torch wrote has no digest of its own; then the CRC-32 of
             every record is checked, which is all that can be done.
 
@@ -131,7 +135,7 @@ def load(
         DamagedCheckpointError: The bytes are not those that were written; `record` says where.
         FormatVersionError: A newer safeckpt wrote it.
         UntrustedTypeError: It asks for a class or function that is not allowed; `type_name` names it.
-        ValueError: `weights_only=False`, or a `pickle_module`.
+        ValueError: `weights_only=False`, a `pickle_module`, or what cannot be for a directory.
         OSError: The system refused, with errno; FileNotFoundError when there is no such file.
     """
     if pickle_module is not None:
@@ -141,10 +145,18 @@ def load(
             f"weights_only={weights_only!r}: a file loaded that way can run any code. Register the types you trust "
             "with torch.serialization.add_safe_globals and load with weights_only=True"
         )
-    with _file.open_file(f) as opened:
+    with _file.open_checkpoint(f) as opened:
+        if isinstance(opened, _file.CheckpointFolder) and (
+            mmap or isinstance(map_location, dict) or callable(map_location)
+        ):
+            raise ValueError(
+                "the tensors of a sharded checkpoint are put together in memory: mmap is not possible, and "
+                "map_location has to be a device"
+            )
         if verify:
             opened.verify()
-        return opened.load(map_location=map_location, mmap=bool(mmap))
+        loaded = opened.load(map_location=map_location, mmap=bool(mmap))
+        return whole(loaded, opened, map_location) if isinstance(opened, _file.CheckpointFolder) else loaded
 
 
 def verify(path: str | os.PathLike[str], *, progress: Progress | None = None) -> FileReport:
@@ -167,5 +179,5 @@ def verify(path: str | os.PathLike[str], *, progress: Progress | None = None) ->
     Cost:
         Reads the file once, at the speed of the disk or of CRC-32 on a few threads. Builds no tensor.
     """
-    with _file.open_folder(path) if _file.is_folder(path) else _file.open_file(path) as opened:
+    with _file.open_checkpoint(path) as opened:
         return opened.verify(progress=progress)

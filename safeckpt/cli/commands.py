@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -15,6 +16,7 @@ from safeckpt.cli.screen import Screen
 from safeckpt.cli.target import TargetError, resolve
 from safeckpt.cli.upkeep import extract, prune, verify_paths
 from safeckpt.errors import DamagedCheckpointError, SafeckptError
+from safeckpt.file import is_folder
 from safeckpt.proof import prove_resume
 
 __all__ = ["run"]
@@ -35,7 +37,14 @@ _directory = click.argument("directory", type=click.Path(exists=True, file_okay=
 
 
 def _file(name: str) -> Callable[[Any], Any]:
-    return click.argument(name, type=click.Path(exists=True, dir_okay=False))
+    return click.argument(name, type=click.Path(exists=True), callback=_one_checkpoint)
+
+
+def _one_checkpoint(_: click.Context, __: click.Parameter, path: str) -> str:
+    """Refuse a directory that is not itself a checkpoint."""
+    if Path(path).is_dir() and not is_folder(path):
+        raise click.BadParameter(f"{path} is a directory; name one checkpoint, `safeckpt list {path}` shows them.")
+    return path
 
 
 def run(arguments: Sequence[str]) -> int:

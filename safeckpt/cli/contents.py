@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from safeckpt.catalog import Checkpoint
-from safeckpt.file import FileReport, open_file
+from safeckpt.distributed import whole
+from safeckpt.file import CheckpointFolder, FileReport, open_checkpoint
 from safeckpt.proof.captured import named_values
 from safeckpt.proof.digest import flatten
 from safeckpt.state.component import Captured, Component
@@ -63,15 +64,17 @@ class Contents:
 
 
 def read(path: str) -> Contents:
-    """Verify every byte of a file and map it.
+    """Verify every byte of a file and map it; of a sharded checkpoint, put the tensors together.
 
     Raises:
         DamagedCheckpointError: It is damaged.
         OSError: The system refused.
     """
-    with open_file(path) as file:
+    with open_checkpoint(path) as file:
         report = file.verify()
         payload = file.load(map_location="cpu", mmap=True)
+        if isinstance(file, CheckpointFolder):
+            payload = whole(payload, file)
     own = payload.get(RESERVED_KEY) if isinstance(payload, dict) else None
     if not isinstance(own, dict) or report.header is None:
         return _foreign(report, payload)

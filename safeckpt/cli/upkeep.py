@@ -37,7 +37,7 @@ def verify_paths(screen: Screen, paths: Sequence[str]) -> int:
     """Check every byte of files, and of all checkpoints in directories; return 1 when one is not good."""
     files = [file for path in paths for file in _files_of(Path(path))]
     results = []
-    with screen.progress(sum(file.stat().st_size for file in files)) as progress:
+    with screen.progress(sum(map(_size_of, files))) as progress:
         for file in files:
             progress.update(progress.task_ids[0], description=file.name)
             shown = functools.partial(_show, progress, progress.tasks[0].completed)
@@ -71,6 +71,13 @@ def _files_of(path: Path) -> list[Path]:
     return found
 
 
+def _size_of(path: Path) -> int:
+    """Return the size of a file, or of all files of a sharded checkpoint."""
+    if not path.is_dir():
+        return path.stat().st_size
+    return sum(one.stat().st_size for one in path.iterdir() if one.is_file())
+
+
 def _show(bar: Progress, before: float, done_bytes: int, _: int) -> None:
     bar.update(bar.task_ids[0], completed=before + done_bytes)
 
@@ -84,7 +91,7 @@ def _verified(file: Path, progress: Callable[[int, int], object] | None = None) 
         return {
             "path": file,
             "good": False,
-            "size_bytes": file.stat().st_size,
+            "size_bytes": _size_of(file),
             "text": reason,
             "reason": reason_of(error),
         }
@@ -142,7 +149,7 @@ def _score(catalog: Catalog, metric: str, step: int) -> float | None:
 
 def _prune(screen: Screen, directory: CheckpointDirectory, policies: list[Policy], *, dry_run: bool, yes: bool) -> int:
     steps = directory.steps()
-    sizes = {step: directory.path_of(step).stat().st_size for step in steps}
+    sizes = {step: _size_of(directory.path_of(step)) for step in steps}
     with screen.progress(sum(sizes.values())) as progress:
 
         def is_good(step: int) -> bool:

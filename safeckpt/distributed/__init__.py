@@ -10,6 +10,7 @@ from safeckpt.distributed.shards import (
     rejoined,
     shards_of,
     split,
+    whole,
     with_places,
     write_shards,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "replica_fingerprints",
     "shards_of",
     "split",
+    "whole",
     "with_places",
     "write_shards",
 ]

@@ -17,7 +17,7 @@ import torch
 
 from safeckpt.distributed.group import Group
 from safeckpt.errors import DamagedCheckpointError, LoadError, UnsavableStateError
-from safeckpt.file import ShardFile
+from safeckpt.file import INDEX, CheckpointFolder, ShardFile
 from safeckpt.state import RESERVED_KEY, Component
 from safeckpt.state.tree import join, map_tensors, named_tensors
 
@@ -29,6 +29,7 @@ __all__ = [
     "rejoined",
     "shards_of",
     "split",
+    "whole",
     "with_places",
     "write_shards",
 ]
@@ -119,10 +120,15 @@ def _without(tree: Any, keys: Mapping[int, str], held: Held) -> Any:
     return map_tensors(tree, place_holder)
 
 
-def with_places(payload: Mapping[str, Any], components: Mapping[str, Component]) -> tuple[dict[str, Any], Held]:
+def with_places(
+    payload: Mapping[str, Any], components: Mapping[str, Component], path: object
+) -> tuple[dict[str, Any], Held]:
     """Return a payload whose place holders have become tensors of the live layout, not filled yet, and these.
 
     A tensor takes the layout of the live one: its mesh and placements, whatever those of the run that saved were.
+
+    Raises:
+        DamagedCheckpointError: A place holder is none.
     """
     layouts: dict[str, torch.Tensor] = {}
     for name, component in components.items():
@@ -140,12 +146,50 @@ def with_places(payload: Mapping[str, Any], components: Mapping[str, Component])
         for slot in (slot for slots in record.get("slots", ()) for slot in slots):
             if slot["name"] in parameters:  # where a moment of it lies that the live optimizer does not have yet
                 layouts.setdefault(join(name, slot["name"]), parameters[slot["name"]])
+    return _placed(payload, path, lambda key, shape, dtype: _empty_like(_layout_of(key, layouts), shape, dtype))
+
+
+def whole(payload: Mapping[str, Any], folder: CheckpointFolder, device: Any = None) -> dict[str, Any]:
+    """Return a payload with every tensor whole, read by this process alone.
+
+    Args:
+        payload: What `folder.load` returned.
+        folder: The checkpoint, verified.
+        device: Where the tensors go; None for host memory.
+
+    Raises:
+        DamagedCheckpointError: A tensor is not in it, or the index claims more than is there.
+    """
+    here = torch.device("cpu" if device is None else device)
+    first = torch.device("meta") if here.type == "meta" else torch.device("cpu")
+    claimed = 0
+
+    def empty(_: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        nonlocal claimed
+        claimed += shape.numel() * dtype.itemsize
+        if claimed > folder.size_bytes:
+            raise DamagedCheckpointError(path=folder.path, reason="its index claims more than its files hold")
+        return torch.empty(shape, dtype=dtype, device=first)
+
+    result, held = _placed(payload, folder.path, empty)
+    read_shards(held, Path(folder.path), Group(), shards_of(payload))
+    moved = {id(tensor): tensor.to(here) for tensor in held.values()}
+    return {name: map_tensors(value, lambda one: moved.get(id(one), one)) for name, value in result.items()}
+
+
+def _placed(
+    payload: Mapping[str, Any], path: object, empty: Callable[[str, torch.Size, torch.dtype], torch.Tensor]
+) -> tuple[dict[str, Any], Held]:
+    """Return a payload with tensors for its place holders, and those of them that have memory."""
     held: Held = {}
 
     def place(holder: Mapping[str, Any]) -> torch.Tensor:
-        key, shape, dtype = holder[_KEY], torch.Size(holder["shape"]), holder["dtype"]
-        if key not in held:
-            held[key] = _empty_like(_layout_of(key, layouts), shape, dtype)
+        try:
+            key, shape, dtype = str(holder[_KEY]), torch.Size(holder["shape"]), holder["dtype"]
+            if key not in held:
+                held[key] = empty(key, shape, dtype)
+        except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+            raise DamagedCheckpointError(path=path, reason=f"a place holder is none ({error})", record=INDEX) from error
         return held[key]
 
     result = {name: _filled(value, place) for name, value in payload.items()}

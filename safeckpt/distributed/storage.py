@@ -150,8 +150,9 @@ class ShardReader(FileSystemReader):
         Raises:
             DamagedCheckpointError: It cannot be read, or asks for something that no metadata holds.
         """
-        path = self._place / _METADATA
-        metadata = _Unpickler(path).metadata()
+        if _METADATA not in self._names:
+            self._refuse(f"its {_METADATA} does not belong to it")
+        metadata = _Unpickler(self._place / _METADATA).metadata()
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
 

@@ -1,7 +1,7 @@
 """Payload <-> bytes of one file: encode, write, checksum, read, verify."""
 
 from safeckpt.file.encode import encode
-from safeckpt.file.folder import INDEX, CheckpointFolder, ShardFile, is_folder, open_folder, shard_of_bytes
+from safeckpt.file.folder import INDEX, CheckpointFolder, ShardFile, is_folder, open_checkpoint, shard_of_bytes
 from safeckpt.file.read import CheckpointFile, open_file, verify
 from safeckpt.file.report import FileReport
 from safeckpt.file.source import Part, source_of
@@ -20,8 +20,8 @@ __all__ = [
     "WrittenFile",
     "encode",
     "is_folder",
+    "open_checkpoint",
     "open_file",
-    "open_folder",
     "prepare",
     "shard_of_bytes",
     "source_of",

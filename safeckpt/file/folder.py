@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from safeckpt.file.mapped import Mapped
     from safeckpt.threads import Progress
 
-__all__ = ["INDEX", "CheckpointFolder", "ShardFile", "is_folder", "open_folder", "shard_of_bytes"]
+__all__ = ["INDEX", "CheckpointFolder", "ShardFile", "is_folder", "open_checkpoint", "open_folder", "shard_of_bytes"]
 
 INDEX = "safeckpt.pt"
 
@@ -37,13 +37,13 @@ def shard_of_bytes(name: str, data: bytes) -> ShardFile:
     return name, digest.size_bytes, digest.root()
 
 
-def _shard_of(path: Path) -> ShardFile:
+def _shard_of(path: Path, progress: Progress | None = None) -> ShardFile:
     """Return name, size and digest of a file, which is read once, in a few threads."""
     source = source_of(path)
     try:
         size = source.size_bytes
         chunks = [(start, min(CHUNK_BYTES, size - start)) for start in range(0, size, CHUNK_BYTES)]
-        return path.name, size, root_of(source.crcs(chunks), size)
+        return path.name, size, root_of(source.crcs(chunks, progress), size)
     finally:
         source.close()
 
@@ -54,6 +54,15 @@ def is_folder(f: str | os.PathLike[str] | IO[bytes]) -> bool:
         return False
     path = Path(f)
     return path.is_dir() and ((path / INDEX).exists() or next(path.glob("*.distcp"), None) is not None)
+
+
+def open_checkpoint(f: str | os.PathLike[str] | IO[bytes]) -> CheckpointFile | CheckpointFolder:
+    """Open a file, or the directory of a sharded checkpoint; use it as a context manager.
+
+    Raises:
+        LoadError, OSError: What `open_file` and `open_folder` raise.
+    """
+    return open_folder(f) if is_folder(f) else open_file(f)  # type: ignore[arg-type]  # no open file is a folder
 
 
 def open_folder(path: str | os.PathLike[str]) -> CheckpointFolder:
@@ -115,7 +124,7 @@ class CheckpointFolder:
         header = self.header() or {}
         shards, size = header.get("shards"), header.get("shards_bytes")
         if not isinstance(shards, int) or not isinstance(size, int):
-            raise DamagedCheckpointError(path=self.path, reason="its index is not one of a directory", record=INDEX)
+            raise self._damaged("its index is not one of a directory", INDEX)
         found = sum(1 for _ in self._place.iterdir()) - 1
         if found < shards:
             raise DamagedCheckpointError(path=self.path, reason=f"{shards - found} of its {shards} files are missing")
@@ -139,9 +148,7 @@ class CheckpointFolder:
         try:
             return [(str(name), int(size), str(root)) for name, size, root in self.load("cpu")["safeckpt"]["files"]]
         except (KeyError, TypeError, ValueError) as error:
-            raise DamagedCheckpointError(
-                path=self.path, reason="its index does not say what belongs to it", record=INDEX
-            ) from error
+            raise self._damaged("its index does not say what belongs to it", INDEX) from error
 
     def verify(self, part: int = 0, parts: int = 1, *, progress: Progress | None = None) -> FileReport:
         """Check every byte.
@@ -149,7 +156,7 @@ class CheckpointFolder:
         Args:
             part: Which of the files: those of one of `parts` equal parts. The index is always checked.
             parts: How many ranks share the work.
-            progress: Called with bytes done and bytes in all after each file.
+            progress: Called with bytes done and bytes in all as the check goes on; at its end with both equal.
 
         Raises:
             DamagedCheckpointError: Naming the file.
@@ -159,7 +166,7 @@ class CheckpointFolder:
         """
         report = self.index.verify()
         shards = self.shards()
-        _check(self._place, shards[part::parts], progress)
+        self._check(shards[part::parts], progress)
         self.check_structure()
         return FileReport(
             path=self.path,
@@ -171,24 +178,28 @@ class CheckpointFolder:
             header=report.header,
         )
 
+    def _check(self, shards: Sequence[ShardFile], progress: Progress | None) -> None:
+        done, total = self.index.size_bytes, self.index.size_bytes + sum(size for _, size, _ in shards)
 
-def _check(place: Path, shards: Sequence[ShardFile], progress: Progress | None) -> None:
-    done, total = 0, sum(size for _, size, _ in shards)
-    for name, size, root in shards:
-        if Path(name).name != name:
-            raise DamagedCheckpointError(path=place, reason=f"its index names {name!r}", record=INDEX)
-        try:
-            _, found_size, found_root = _shard_of(place / name)
-        except FileNotFoundError:
-            if not place.is_dir():
-                raise  # pruned by its writer
-            raise DamagedCheckpointError(path=place, reason=f"{name} is missing", record=name) from None
-        if found_size != size:
-            raise DamagedCheckpointError(
-                path=place, reason=f"{name} has {found_size} bytes, {size} were written", record=name
-            )
-        if found_root != root:
-            raise DamagedCheckpointError(path=place, reason=f"{name} is not what was written", record=name)
-        done += size
-        if progress is not None:
-            progress(done, total)
+        def so_far(done_bytes: int, _: int = 0) -> None:
+            if progress is not None:
+                progress(done + done_bytes, total)
+
+        for name, size, root in shards:
+            if Path(name).name != name:
+                raise self._damaged(f"its index names {name!r}", INDEX)
+            try:
+                _, found_size, found_root = _shard_of(self._place / name, so_far)
+            except FileNotFoundError:
+                if not self._place.is_dir():
+                    raise  # pruned by its writer
+                raise self._damaged(f"{name} is missing", name) from None
+            if found_size != size:
+                raise self._damaged(f"{name} has {found_size} bytes, {size} were written", name)
+            if found_root != root:
+                raise self._damaged(f"{name} is not what was written", name)
+            done += size
+        so_far(0)
+
+    def _damaged(self, reason: str, record: str) -> DamagedCheckpointError:
+        return DamagedCheckpointError(path=self.path, reason=reason, record=record)

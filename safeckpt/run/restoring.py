@@ -195,7 +195,7 @@ class Restorer:
         payload, changes = payload_for(payload, self._components, group.rank, group.size)
         held: Held = {}
         if names_of_shards:
-            payload, held = with_places(payload, self._components)
+            payload, held = with_places(payload, self._components, file.path)
         ready = plan(
             self._components, payload, only=wanted.only, keep_live=wanted.keep_live, path=file.path, read=mapped.read
         )

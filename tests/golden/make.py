@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import safeckpt
 from safeckpt.file import FORMAT_VERSION
+from tests.distributed import groups
 
 HERE = Path(__file__).parent
 
@@ -57,6 +59,50 @@ def components() -> dict[str, Any]:
     }
 
 
+def group_components(kind: str) -> dict[str, Any]:
+    """Return the components of one of two ranks: of the same model, and of its own generator."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    if kind == "ddp":
+        model = nn.parallel.DistributedDataParallel(model)
+    else:
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, step_size=2),
+        "generator": torch.Generator().manual_seed(7 + torch.distributed.get_rank()),
+        "counters": {"epoch": 0},
+    }
+
+
+def weight_of(parts: dict[str, Any]) -> torch.Tensor:
+    """Return the last weight of the model of a group, whole."""
+    *_, weight = (p for p in parts["model"].parameters() if p.dim() == 2)
+    whole: torch.Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+    return whole.detach().clone()
+
+
+def write_group(folder: Path, kind: str) -> None:
+    """Save step 3 of a run of two ranks, and what the run has done next."""
+    parts = group_components(kind)
+    with safeckpt.CheckpointManager(folder, parts) as manager:
+        losses = train(parts, 3)
+        manager.save(3, loss=losses[-1], metrics={"accuracy": 0.5})
+        weight = weight_of(parts)
+        following: list[Any] = [None, None]
+        torch.distributed.all_gather_object(following, train(parts, 2))
+    if torch.distributed.get_rank() == 0:
+        torch.save({"weight": weight, "next": following}, folder / "expected.pt")
+        _tidy(folder)
+
+
+def _tidy(folder: Path) -> None:
+    for name in (".writer.lock", "events.jsonl", "losses.log"):
+        (folder / name).unlink(missing_ok=True)
+
+
 def train(parts: dict[str, Any], steps: int) -> list[float]:
     """Train and return the losses; simple enough to come out the same on every machine, but for the last digits."""
     losses = []
@@ -86,8 +132,11 @@ def main() -> None:
             manager.save(3, loss=losses[-1], metrics={"accuracy": 0.5, "bleu": float("nan")})
             weight = parts["model"][0].weight.detach().clone()
             torch.save({"weight": weight, "next": train(parts, 2)}, folder / "expected.pt")
-        for name in (".writer.lock", "events.jsonl", "losses.jsonl"):
-            (folder / name).unlink(missing_ok=True)
+        _tidy(folder)
+    for kind in ("ddp", "fsdp"):
+        folder = HERE / f"format-{FORMAT_VERSION}-{producer}-{kind}"
+        if not folder.exists():
+            groups.results(2, write_group, folder, kind)
 
 
 if __name__ == "__main__":

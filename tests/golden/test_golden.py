@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+import warnings
 import zipfile
 from pathlib import Path
 
@@ -9,12 +10,14 @@ import pytest
 import torch
 
 import safeckpt
-from tests.golden.make import components, train, values
+from tests.distributed import groups
+from tests.golden.make import components, group_components, train, values, weight_of
 from tests.training import bits
 
 HERE = Path(__file__).parent
 DROP_INS = sorted(HERE.glob("format-*-save.pt"))
 FOLDERS = sorted(path for path in HERE.glob("format-*-manager") if path.is_dir())
+GROUPS = sorted(path for kind in ("ddp", "fsdp*") for path in HERE.glob(f"format-*-{kind}") if path.is_dir())
 
 
 def same(loaded, expected):
@@ -42,6 +45,7 @@ def test_there_are_golden_files_of_the_current_format():
     current = f"format-{safeckpt.file.FORMAT_VERSION}-"
     assert any(path.name.startswith(current) for path in DROP_INS)
     assert any(path.name.startswith(current) for path in FOLDERS)
+    assert {path.name.rpartition("-")[2] for path in GROUPS if path.name.startswith(current)} >= {"ddp", "fsdp"}
 
 
 @pytest.mark.parametrize("path", DROP_INS, ids=lambda path: path.name)
@@ -70,3 +74,27 @@ def test_golden_checkpoint_is_restored(folder, tmp_path, recwarn):
     # Another processor or torch may add in another order; the state is exact, the arithmetic is not promised.
     assert train(parts, 2) == pytest.approx(expected["next"], rel=1e-5)
     assert {warning.category for warning in recwarn} <= {safeckpt.EnvironmentChangedWarning}
+
+
+def _restored(path, kind):
+    parts = group_components(kind)
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        checkpoint = safeckpt.CheckpointManager(path, parts).restore()
+    kinds = {one.category for one in given} - {safeckpt.EnvironmentChangedWarning}
+    return checkpoint.step, checkpoint.metrics, weight_of(parts), train(parts, 2), parts["counters"], kinds
+
+
+@pytest.mark.parametrize("folder", GROUPS, ids=lambda path: path.name)
+def test_golden_checkpoint_of_a_group_is_restored(folder, tmp_path):
+    """Two ranks go on as they did, each with its own generator; one process alone reads the state whole."""
+    expected = torch.load(folder / "expected.pt")
+    run = shutil.copytree(folder, tmp_path / "run")
+    kind = "ddp" if folder.name.endswith("ddp") else "fsdp"
+    for rank, (step, metrics, weight, following, counters, kinds) in enumerate(groups.results(2, _restored, run, kind)):
+        assert (step, metrics, counters, kinds) == (3, {"accuracy": 0.5}, {"epoch": 5}, set())
+        assert bits(weight) == bits(expected["weight"])
+        assert following == pytest.approx(expected["next"][rank], rel=1e-5)
+    alone = safeckpt.load(safeckpt.latest(run).path)
+    assert bits(alone["model"]["2.weight"]) == bits(expected["weight"])
+    assert alone["counters"] == {"epoch": 3}
