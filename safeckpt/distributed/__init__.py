@@ -1,7 +1,18 @@
 """Many processes as one run: agreement between ranks, what each rank has of its own, and shards."""
 
 from safeckpt.distributed.group import Group, Ranks, group_of_this_process, in_group
-from safeckpt.distributed.own import differing, digests_of, drifted, merged, own_of, payload_for, replica_fingerprints
+from safeckpt.distributed.own import (
+    differing,
+    digests_of,
+    drifted,
+    foreign,
+    merged,
+    own_of,
+    payload_for,
+    refuse_parts,
+    replica_fingerprints,
+    replica_layouts,
+)
 from safeckpt.distributed.shards import (
     Held,
     is_sharded,
@@ -22,6 +33,7 @@ __all__ = [
     "differing",
     "digests_of",
     "drifted",
+    "foreign",
     "group_of_this_process",
     "in_group",
     "is_sharded",
@@ -30,8 +42,10 @@ __all__ = [
     "own_of",
     "payload_for",
     "read_shards",
+    "refuse_parts",
     "rejoined",
     "replica_fingerprints",
+    "replica_layouts",
     "shards_of",
     "split",
     "whole",

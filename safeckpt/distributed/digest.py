@@ -1,9 +1,14 @@
-"""Whether two ranks hold the same: a few bytes a rank instead of the state itself."""
+"""Whether two ranks hold the same: a few bytes a rank instead of the state itself.
+
+What a rank has of its own is compared exactly: where it is taken for equal to rank 0's, it is not saved. Large copies
+that are only to be checked for drift are compared by sums at the speed of memory, on the device where they are.
+"""
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,44 +16,64 @@ import torch
 from safeckpt.file import encode, write_file
 from safeckpt.state.tree import named_leaves
 
-__all__ = ["digest_of", "fingerprints"]
+__all__ = ["exact_digest_of", "fingerprints", "joined", "layouts_of"]
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_EXACT = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
+_SMALL_BYTES = 16 << 10  # hashed as it is
+_FACTORS = 1 << 20  # integers that are summed up at a time
 
 
-def digest_of(tree: Any) -> str:
-    """Return a digest that is equal for equal containers, values and bits.
-
-    Of a sharded tensor only shape and dtype are looked at: each rank has another part of it.
+def exact_digest_of(tree: Any) -> str:
+    """Return a digest that is equal when, and only when, two states would be the same file.
 
     Cost:
-        One pass over the tensors at the speed of memory, on their device, and one synchronisation per device.
+        One pass over the tensors at the speed of SHA-256.
     """
-    return _joined(fingerprints(tree).items())
+    sink = _Hash()
+    write_file(encode(tree), sink)
+    return sink.sha.hexdigest()
 
 
-def _joined(items: Iterable[tuple[str, str]]) -> str:
+def joined(items: Iterable[tuple[str, str]]) -> str:
+    """Return one digest of named texts."""
     digest = hashlib.sha256()
     for name, text in items:
         digest.update(f"{name}\0{text}\0".encode(errors="backslashreplace"))
     return digest.hexdigest()
 
 
+def layouts_of(tree: Any) -> Iterator[tuple[str, str]]:
+    """Yield (dotted name, dtype and shape) of every tensor; of a sharded one the shape of the whole."""
+    for name, leaf in named_leaves(tree):
+        if isinstance(leaf, torch.Tensor):
+            yield name, _layout(leaf)
+
+
 def fingerprints(tree: Any) -> dict[str, str]:
-    """Return, for every value by its dotted name, a text that is equal for equal bits."""
+    """Return, for every value by its dotted name, a text that is equal for equal bits and differs for others.
+
+    Of a sharded tensor only shape and dtype are looked at: each rank has another part of it.
+
+    Cost:
+        Two to five passes over the tensors at the speed of memory, on their device, and one synchronisation per device.
+    """
     found: dict[str, str] = {}
     sums: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
     for name, leaf in named_leaves(tree):
         if not isinstance(leaf, torch.Tensor):
-            found[name] = f"{type(leaf).__qualname__} {leaf!r}"
+            exact = type(leaf) in _EXACT
+            found[name] = f"{type(leaf).__qualname__} {leaf!r}" if exact else exact_digest_of(leaf)
             continue
-        found[name] = f"{leaf.dtype} {list(leaf.size())}"
+        found[name] = _layout(leaf)
         if hasattr(leaf, "to_local") or not leaf.numel():
             continue
-        if _is_plain(leaf):
-            sums.setdefault(leaf.device, []).append((name, _sum_of_bits(leaf)))
+        if not _is_plain(leaf):
+            found[name] += " " + exact_digest_of(leaf)
+        elif leaf.is_cpu and leaf.nbytes <= _SMALL_BYTES:
+            found[name] += " " + hashlib.sha256(memoryview(_flat(leaf).view(torch.uint8).numpy())).hexdigest()  # type: ignore[arg-type]  # NumPy's stubs
         else:
-            found[name] += " " + _hash_of_file(leaf)
+            sums.setdefault(leaf.device, []).append((name, _two_sums(_words(_flat(leaf)))))
     for entries in sums.values():
         values = torch.stack([value for _, value in entries]).tolist()  # the device is waited for once
         for (name, _), value in zip(entries, values, strict=True):
@@ -56,21 +81,49 @@ def fingerprints(tree: Any) -> dict[str, str]:
     return found
 
 
+def _layout(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.size())}"
+
+
 def _is_plain(tensor: torch.Tensor) -> bool:
     usual = tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested or tensor.is_meta)
     return usual and not torch.nn.parameter.is_lazy(tensor)
 
 
-def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a tensor's memory, read as integers that wrap: copies that drift apart differ in it."""
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's elements in order, as real numbers."""
     t = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    if t.is_complex():
-        t = torch.view_as_real(t)
-    t = t.reshape(-1)
-    width = t.element_size()
-    if t.numel() * width % 8 == 0 and t.storage_offset() * width % 8 == 0:
-        width = 8  # fifteen times as fast as narrower ones
-    return t.view(_INTEGERS[width]).sum(dtype=torch.int64)
+    return (torch.view_as_real(t) if t.is_complex() else t).reshape(-1)
+
+
+def _words(flat: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a tensor as the widest integers that it can be read as."""
+    width = flat.element_size()
+    whole = flat.numel() * width % 8 == 0 and flat.storage_offset() * width % 8 == 0
+    return flat.view(_INTEGERS[8 if whole else width])
+
+
+def _two_sums(words: torch.Tensor) -> torch.Tensor:
+    """Return two sums over integers that wrap, each times a factor of its place.
+
+    Without the factors a permutation would have the same sum. A difference in the upper half of an integer survives
+    only in the upper bits of a product, where two of them may cancel out: so the upper halves have a sum of their own.
+    """
+    pieces = words.split(_FACTORS)
+    halves = 4 * words.element_size()
+    sums = [
+        torch.stack([(piece * factors).sum(), ((piece >> halves) * factors).sum()])
+        for piece in pieces
+        for factors in (_factors(words.device, 1)[: piece.numel()],)
+    ]
+    return (torch.stack(sums, dim=1) * _factors(words.device, 2)[: len(sums)]).sum(dim=1)
+
+
+@functools.cache
+def _factors(device: torch.device, seed: int) -> torch.Tensor:
+    """Return an odd number for each place, the same on every rank."""
+    numbers = torch.randint(-(1 << 62), 1 << 62, (_FACTORS,), generator=torch.Generator().manual_seed(seed))
+    return (numbers * 2 + 1).to(device)
 
 
 class _Hash:
@@ -82,9 +135,3 @@ class _Hash:
     def write(self, data: Any) -> int:
         self.sha.update(data)
         return memoryview(data).nbytes
-
-
-def _hash_of_file(tensor: torch.Tensor) -> str:
-    sink = _Hash()
-    write_file(encode(tensor), sink)  # knows every layout
-    return sink.sha.hexdigest()

@@ -18,12 +18,24 @@ from typing import Any
 
 import torch
 
-from safeckpt.distributed.digest import digest_of, fingerprints
+from safeckpt.distributed.digest import exact_digest_of, fingerprints, joined, layouts_of
+from safeckpt.errors import UnsavableStateError
 from safeckpt.state import RESERVED_KEY, Component
 from safeckpt.state.generators import RngStreams
-from safeckpt.state.tree import named_tensors
+from safeckpt.state.tree import join, map_tensors, named_tensors
 
-__all__ = ["differing", "digests_of", "drifted", "merged", "own_of", "payload_for", "replica_fingerprints"]
+__all__ = [
+    "differing",
+    "digests_of",
+    "drifted",
+    "foreign",
+    "merged",
+    "own_of",
+    "payload_for",
+    "refuse_parts",
+    "replica_fingerprints",
+    "replica_layouts",
+]
 
 # Ranks that train one model hold equal states of these; of everything else each may have its own.
 _REPLICATED = frozenset({"module", "optimizer", "scheduler", "scaler"})
@@ -61,12 +73,57 @@ def _pieces(payload: Mapping[str, Any]) -> dict[str, Any]:
 def digests_of(payload: Mapping[str, Any]) -> dict[str, str]:
     """Return a digest for every piece of a captured payload that may differ between ranks.
 
+    Beside the pieces: under `#` which tensors there are in what is replicated.
+
     Cost:
-        One pass over the tensors that more than one rank has.
+        Two to five passes over the tensors that more than one rank has, and one of SHA-256 over what ranks may have of
+        their own.
     """
-    found = {name: digest_of(piece) for name, piece in _pieces(payload).items()}
-    found.update((name, digest_of(shards)) for name, shards in _copies_of_shards(payload).items())
+    found = {
+        name: joined(fingerprints(piece).items()) if name[0] == "=" else exact_digest_of(_without_shards(piece))
+        for name, piece in _pieces(payload).items()
+    }
+    found.update((name, joined(fingerprints(shards).items())) for name, shards in _copies_of_shards(payload).items())
+    found["#"] = joined(replica_layouts(payload).items())
     return found
+
+
+def _without_shards(piece: Any) -> Any:
+    """Return a piece with a text in the place of each sharded tensor, of which each rank has another part."""
+    return map_tensors(piece, lambda tensor: next(layouts_of(tensor))[1] if hasattr(tensor, "to_local") else tensor)
+
+
+def replica_layouts(payload: Mapping[str, Any]) -> dict[str, str]:
+    """Return dtype and shape of every tensor in what is replicated, by name: the same on every rank."""
+    found = {}
+    for name, record in payload[RESERVED_KEY]["components"].items():
+        if record["kind"] in _REPLICATED:
+            found[name] = record["kind"]
+            found.update((join(name, key), layout) for key, layout in layouts_of(payload[name]))
+    return found
+
+
+def foreign(digests: list[dict[str, str]]) -> bool:
+    """Tell whether ranks have different tensors in what is replicated: no copies, but parts of something."""
+    return len({one["#"] for one in digests}) > 1
+
+
+def refuse_parts(names: list[str]) -> None:
+    """Refuse to save what is a different part of a model on each rank: only that of rank 0 would be kept.
+
+    Args:
+        names: Of the tensors that not every rank has.
+    """
+    raise UnsavableStateError(
+        location=names[0],
+        type_name="part of a model that is another on each rank",
+        reason="of plain tensors that ranks hold together, the checkpoint has one copy, and not every rank has "
+        + ", ".join(names[:5])
+        + (f" and {len(names) - 5} more" if len(names) > 5 else ""),
+        cure="shard the model with DTensor (fully_shard, parallelize_module); or wrap each rank's part, such as a "
+        "stage of a pipeline, and its optimizer in an object with state_dict and load_state_dict, which is saved for "
+        "every rank.",
+    )
 
 
 def _copies_of_shards(payload: Mapping[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
@@ -113,13 +170,16 @@ def replica_fingerprints(payload: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def differing(all_fingerprints: list[dict[str, str]]) -> list[str]:
-    """Return the names of the values of which ranks have different copies."""
+def differing(all_texts: list[dict[str, str]]) -> list[str]:
+    """Return the names of the values of which ranks have different copies, or of which some ranks have none."""
     first: dict[str, str] = {}
-    found = set()
-    for one in all_fingerprints:
-        found |= {name for name, text in one.items() if first.setdefault(name, text) != text}
-    return sorted(found)
+    for one in all_texts:
+        for name, text in one.items():
+            first.setdefault(name, text)
+    # Local parts are named by where they are in the mesh, so that each is known to some ranks only.
+    shared = {name for name in first if "@" not in name}
+    missing = {name for one in all_texts for name in shared - one.keys()}
+    return sorted(missing | {name for one in all_texts for name, text in one.items() if first[name] != text})
 
 
 def own_of(payload: Mapping[str, Any], digests: Mapping[str, str], first: Mapping[str, str]) -> dict[str, Any]:

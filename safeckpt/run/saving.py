@@ -28,12 +28,15 @@ from safeckpt.distributed import (
     differing,
     digests_of,
     drifted,
+    foreign,
     is_sharded,
     local_parts,
     merged,
     own_of,
+    refuse_parts,
     rejoined,
     replica_fingerprints,
+    replica_layouts,
     split,
     write_shards,
 )
@@ -169,7 +172,10 @@ class Saver:
         self.writer.wait()
         group = run.group
         what = f"saving step {step}"
-        draft, drifting = self._drafted(group, what, step, loss, metrics)
+        draft, first, drifting, parts = self._drafted(group, what, step, loss, metrics)
+        if parts:
+            names = group.together(what, lambda: replica_layouts(draft.captured), differing)
+            group.together(what, lambda: refuse_parts(names))
         if drifting:
             self._say_drift(group, what, draft, drifting)
         owns: list[dict[str, Any]] = []
@@ -179,8 +185,6 @@ class Saver:
                 run.enter_directory()
             return {} if group.leads else encode(to_cpu(own_of(draft.captured, draft.digests, first)), root="payload")
 
-        first = draft.digests if group.leads else {}
-        first = group.together(what, lambda: first, lambda all_first: all_first[0]) if group.size > 1 else first
         group.together(what, entered, owns.extend)
         run.refuse_unshared(what)
         if group.leads and group.size > 1:
@@ -189,8 +193,12 @@ class Saver:
 
     def _drafted(
         self, group: Group, what: str, step: int, loss: Any, metrics: Mapping[str, Any] | None
-    ) -> tuple[_Draft, list[int]]:
-        """Capture and judge on every rank, and agree: return this rank's draft, and the ranks that drifted."""
+    ) -> tuple[_Draft, dict[str, str], list[int], bool]:
+        """Capture and judge on every rank, and agree.
+
+        Returns:
+            This rank's draft, rank 0's digests, the ranks that drifted, and whether ranks hold parts and no copies.
+        """
         drafts: list[_Draft] = []
 
         def part() -> tuple[Checkpoint, dict[str, str]]:
@@ -198,17 +206,21 @@ class Saver:
             drafts.append(draft)
             return draft.checkpoint, draft.digests
 
-        def decide(answers: list[tuple[Checkpoint, dict[str, str]]]) -> tuple[Checkpoint, list[int]]:
-            return answers[0][0], drifted([digests for _, digests in answers])
+        def decide(
+            answers: list[tuple[Checkpoint, dict[str, str]]],
+        ) -> tuple[Checkpoint, dict[str, str], list[int], bool]:
+            digests = [one for _, one in answers]
+            together = len(answers) > 1
+            return answers[0][0], digests[0], drifted(digests), together and foreign(digests)
 
         try:
-            checkpoint, drifting = group.together(what, part, decide)
+            checkpoint, first, drifting, parts = group.together(what, part, decide)
         except NonFiniteError as error:
             self._note_refusal(error)
             raise
         draft = drafts[0]
         draft.checkpoint = dataclasses.replace(checkpoint, path=draft.checkpoint.path)
-        return draft, drifting
+        return draft, first, drifting, parts
 
     def _capture(self, step: int, loss: Any, metrics: Mapping[str, Any] | None, *, compared: bool) -> _Draft:
         """Capture and judge what this process has."""
