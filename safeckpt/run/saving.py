@@ -64,6 +64,7 @@ from safeckpt.state import (
     Verdict,
     capture,
     nonfinite_loss,
+    refuse_unreduced,
     to_cpu,
 )
 from safeckpt.threads import Progress
@@ -502,9 +503,10 @@ class Saver:
             raise self._refusal(step, loss, bad_loss, Verdict([], []))
 
     def _captured_gradients(self) -> Mapping[str, torch.Tensor]:
-        if self._grads is None:
-            return self.gradients.pending()
-        return self.gradients.all() if self._grads else {}
+        if self._grads is False:
+            return {}
+        refuse_unreduced(self._components)
+        return self.gradients.pending() if self._grads is None else self.gradients.all()
 
     def _refusal(self, step: int, loss: Any, bad_loss: str | None, verdict: Verdict) -> NonFiniteError:
         """Note a refusal and return the error to raise."""

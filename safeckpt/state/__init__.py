@@ -2,6 +2,7 @@
 
 from safeckpt.state.component import Component
 from safeckpt.state.finite import Baseline, Verdict, guard_from_record
+from safeckpt.state.fsdp import refuse_unreduced
 from safeckpt.state.gradients import Gradients
 from safeckpt.state.guard import Guard, NonFiniteTensor, check_gradients, find_nonfinite, nonfinite_loss
 from safeckpt.state.registry import register, uncaptured
@@ -27,6 +28,7 @@ __all__ = [
     "guard_from_record",
     "nonfinite_loss",
     "plan",
+    "refuse_unreduced",
     "register",
     "to_cpu",
     "uncaptured",

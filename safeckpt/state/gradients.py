@@ -42,7 +42,7 @@ class Gradients:
         for parameter in _parameters(optimizer):
             grad = parameter.grad
             if grad is not None:
-                self._spent[id(parameter)] = (weakref.ref(grad), grad._version)
+                self._spent[id(parameter)] = (weakref.ref(grad), _memory(grad)._version)
 
     def all(self) -> dict[str, torch.Tensor]:
         """Return every gradient there is, by the parameter's first name."""
@@ -59,8 +59,10 @@ class Gradients:
         if grad is None or id(parameter) not in self._held:
             return False
         reference, version = self._spent.get(id(parameter), (None, -1))
-        if reference is not None and reference() is grad and grad._version == version:
+        if reference is not None and reference() is grad and _memory(grad)._version == version:
             return False
+        if hasattr(grad, "to_local"):
+            return True  # what its local part holds is no answer that all ranks would give
         # zero_grad(set_to_none=False) touches a gradient and leaves nothing in it.
         return bool(grad.count_nonzero()) if grad.layout is torch.strided else True
 
@@ -79,6 +81,11 @@ class Gradients:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+
+def _memory(grad: torch.Tensor) -> torch.Tensor:
+    """Return what is changed in place: FSDP2 adds to the local part, of which the version of a DTensor knows nothing."""
+    return getattr(grad, "_local_tensor", grad)
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:

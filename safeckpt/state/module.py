@@ -68,14 +68,18 @@ def _clean_key(key: str, modules: Mapping[str, tuple[str, nn.Module]]) -> str:
 
 
 class ModuleComponent(Component):
-    """An `nn.Module`, with DataParallel, DDP and compiled wrappers taken off at any depth."""
+    """An `nn.Module`, with DataParallel, DDP and compiled wrappers taken off at any depth.
+
+    Attributes:
+        outermost: The module as it was registered.
+    """
 
     kind = "module"
     order = Order.MODULE
 
     def __init__(self, name: str, obj: nn.Module) -> None:
         super().__init__(name, unwrap(obj))
-        self._outermost = obj
+        self.outermost = obj
 
     def parameter_names(self) -> dict[str, torch.Tensor]:
         """Return every parameter under every name it has, as `component.qualified.name`."""
@@ -163,7 +167,7 @@ class ModuleComponent(Component):
         self.obj.load_state_dict(state)
         for clean, module in modules.values():
             module.training = captured.record["training"][clean]
-        for wrapper in self._outermost.modules():
+        for wrapper in self.outermost.modules():
             wrapper.training = unwrap(wrapper).training
         flags = captured.record["requires_grad"]
         for name, parameter in self.parameter_names().items():

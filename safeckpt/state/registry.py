@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 from safeckpt.state.component import Component, class_name
+from safeckpt.state.fsdp import reshard
 from safeckpt.state.generators import GeneratorComponent, RngStreams
 from safeckpt.state.module import ModuleComponent, unwrap
 from safeckpt.state.optimizer import OptimizerComponent
@@ -58,10 +59,12 @@ def register(components: Mapping[str, Any]) -> dict[str, Component]:
 
     with RngStreams.untouched():  # a user's state_dict may draw
         for name, obj in components.items():
+            _refuse_hidden_parts(name, obj)
             if isinstance(obj, Optimizer):
                 registered[name] = OptimizerComponent(name, obj, names, scheduled=id(obj) in driven)
             else:
                 registered[name] = _component(name, obj)
+    reshard(registered)
     return registered
 
 
@@ -79,6 +82,32 @@ def _check_names(components: Mapping[str, Any]) -> None:
         if one in seen:
             raise ValueError(f"{name!r} and {seen[one]!r} are the same object: give it one name")
         seen[one] = name
+
+
+def _refuse_hidden_parts(name: str, obj: Any) -> None:
+    """Refuse what keeps its state in pieces on each rank that no name tells apart.
+
+    Raises:
+        TypeError: It does.
+    """
+    for one in obj.modules() if isinstance(obj, nn.Module) else (obj,):
+        kinds = {kind.__name__ for kind in type(one).__mro__}
+        if "FullyShardedDataParallel" in kinds:
+            raise TypeError(
+                f"{name!r} holds a FullyShardedDataParallel (FSDP1), which joins parameters and moments to flat pieces, "
+                "another one on each rank. Use torch.distributed.fsdp.fully_shard (FSDP2), whose parameters keep their "
+                "names"
+            )
+        if "ZeroRedundancyOptimizer" in kinds:
+            raise TypeError(
+                f"{name!r} is a ZeroRedundancyOptimizer, which keeps a part of the moments on each rank and has the "
+                "whole on one of them only. Use fully_shard(model) with a plain optimizer, which shards the moments as "
+                "well"
+            )
+    if isinstance(obj, Optimizer) and not hasattr(obj, "_optimizer_step_post_hooks"):
+        raise TypeError(
+            f"{name!r} is a {class_name(obj)}, which does not call Optimizer.__init__; register the optimizer inside it"
+        )
 
 
 def _component(name: str, obj: Any) -> Component:
@@ -159,6 +188,13 @@ def _uncaptured_of_module(module: ModuleComponent, held: set[int]) -> Iterator[s
     left_out = [name for name in trainable if name not in saved]
     if left_out:
         yield f"{module.name}: its state_dict leaves out {_listed(left_out)} (trainable: requires_grad is True)"
+    hooks = [state for one in module.outermost.modules() for _, state in getattr(one, "_comm_hooks", ())]
+    for state in hooks:
+        if state is not None and getattr(state, "__dict__", None):
+            yield (
+                f"{module.name}: the {class_name(state)} of its communication hook, such as the error feedback of "
+                "PowerSGD; the first steps after a resume differ"
+            )
     loose = [name for name, one in trainable.items() if one not in held]
     if loose and not isinstance(module.obj, AveragedModel):  # that is moved by update_parameters()
         yield f"{module.name}: no registered optimizer holds {_listed(loose)} (trainable: requires_grad is True)"

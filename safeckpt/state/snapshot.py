@@ -19,6 +19,7 @@ import torch
 from safeckpt.errors import ComponentMismatchError, StateMismatchError
 from safeckpt.state.component import Captured, Component
 from safeckpt.state.environment import differences, environment
+from safeckpt.state.fsdp import drop_unreduced, reshard
 from safeckpt.state.generators import RngStreams
 from safeckpt.state.module import ModuleComponent
 from safeckpt.state.transfer import Reader, Transfer
@@ -50,6 +51,7 @@ def capture(components: Mapping[str, Component], *, gradients: Mapping[str, torc
         components: What to capture.
         gradients: Gradients that are part of the state, by parameter name.
     """
+    reshard(components)  # first of all: optimizers find the names of their parameters in the modules
     with RngStreams.untouched() as rng:
         captured = {name: component.capture() for name, component in components.items()}
     own = {
@@ -142,6 +144,7 @@ class Plan:
         ]
         for parameter in (*parameters.values(), *chain.from_iterable(optimized)):
             parameter.grad = None
+        drop_unreduced({component.name: component for component, _ in self.parts})
         for name, saved in self.gradients.items():
             if name in parameters:
                 parameters[name].grad = saved.to(parameters[name].device, copy=True)
@@ -171,6 +174,7 @@ def plan(
         StateMismatchError: Something does not fit; `mismatches` has every difference. No object was changed.
         ValueError: A name in `keep_live` is no hyper-parameter.
     """
+    reshard(components)
     own = payload[RESERVED_KEY]
     wanted = _wanted(components, own["components"], only, path)
     rng = own[_RNG] if only is None or _RNG in only else None

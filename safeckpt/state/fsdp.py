@@ -1,0 +1,70 @@
+"""What FSDP2 (`fully_shard`) keeps out of sight: gathered parameters, and gradients that are not reduced yet.
+
+A forward pass puts whole parameters into the modules in the place of the sharded ones, and leaves them there until the
+next backward pass or `state_dict`. Under `set_requires_gradient_sync(False)` a backward pass leaves whole gradients,
+another one on each rank, where no parameter's `.grad` shows them. Nothing of torch.distributed is imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from safeckpt.errors import UnsavableStateError
+from safeckpt.state.component import Component
+from safeckpt.state.tree import join
+
+__all__ = ["drop_unreduced", "refuse_unreduced", "reshard"]
+
+
+def _sharded_modules(components: Mapping[str, Component]) -> Iterator[tuple[str, Any]]:
+    for name, component in components.items():
+        if isinstance(component.obj, nn.Module):
+            for module in component.obj.modules():
+                if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+                    yield name, module
+
+
+def reshard(components: Mapping[str, Component]) -> None:
+    """Put the sharded parameters back into the modules: those that the optimizers hold, and whose names are known."""
+    for _, module in _sharded_modules(components):
+        module.reshard()
+
+
+def _unreduced(components: Mapping[str, Component]) -> Iterator[tuple[str, Any]]:
+    """Yield (name, what FSDP2 knows of a parameter) of those that wait for their gradient to be reduced."""
+    for name, module in _sharded_modules(components):
+        state = module._get_fsdp_state()  # has no public name
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        for parameter in (one for group in groups if group is not None for one in group.fsdp_params):
+            gathered = getattr(parameter, "_unsharded_param", None)
+            waits = parameter.unsharded_accumulated_grad is not None
+            if waits or (gathered is not None and gathered.grad is not None):
+                yield join(name, parameter._param_fqn or "?"), parameter
+
+
+def refuse_unreduced(components: Mapping[str, Component]) -> None:
+    """Refuse to save in the middle of an accumulation whose gradients no checkpoint could give back.
+
+    Raises:
+        UnsavableStateError: Naming the first parameter.
+    """
+    found = [name for name, _ in _unreduced(components)]
+    if found:
+        raise UnsavableStateError(
+            location=f"{found[0]}.grad",
+            type_name=f"gradient, one of {len(found)}",
+            reason="it is not reduced over the ranks yet, since set_requires_gradient_sync(False) was called, and "
+            "without it the run would go on as another one",
+            cure="save after the last micro-step of an accumulation, or with grads=False if it may be lost.",
+        )
+
+
+def drop_unreduced(components: Mapping[str, Component]) -> None:
+    """Clear these gradients, as `zero_grad` clears the others."""
+    for _, parameter in _unreduced(components):
+        parameter.unsharded_accumulated_grad = None
+        if getattr(parameter, "_unsharded_param", None) is not None:
+            parameter._unsharded_param.grad = None
