@@ -62,6 +62,7 @@ __all__ = [
     "DurabilityUnknownError",
     "EnvironmentChangedWarning",
     "FormatVersionError",
+    "GroupDestroyedError",
     "GroupError",
     "HyperparameterReplacedWarning",
     "LoadError",
@@ -70,6 +71,7 @@ __all__ = [
     "ProofError",
     "RankFailedError",
     "RankLostError",
+    "RanksDisagreeError",
     "ReplayMismatchError",
     "ReplayMismatchWarning",
     "ReplicaDriftError",
@@ -548,10 +550,11 @@ class RankLostError(GroupError, RuntimeError):
     ) -> None:
         who = "a rank" if lost is None else f"rank {lost}"
         super().__init__(
-            f"While {what}, {who} was lost: {reason}.",
-            "every checkpoint that was committed before; what was being written is in no listing.",
-            f"end this process and start the group again (torchrun does), then restore(). {timeout_seconds:g} seconds "
-            "are waited for a rank that hangs: rank_timeout_seconds.",
+            f"While {what}, {who} was lost, or did not come within {timeout_seconds:g} seconds: {reason}.",
+            "every checkpoint that was committed before; what was being written is whole, or in no listing.",
+            "end this process and start the group again (torchrun does), then restore(). If no process has died: every "
+            "rank has to call save, restore, rollback and end_step, not rank 0 alone; and a save that takes longer "
+            "needs a larger rank_timeout_seconds.",
             path=path,
         )
         self.lost = lost
@@ -576,6 +579,35 @@ class RankFailedError(GroupError, RuntimeError):
         self.type_name = type_name
 
 
+class RanksDisagreeError(GroupError, ValueError):
+    """The ranks were asked for different things.
+
+    Attributes:
+        rank: The first rank that differs from rank 0.
+    """
+
+    def __init__(self, *, rank: int, first: str, other: str, path: object = None) -> None:
+        super().__init__(
+            f"The ranks were asked for different things: rank 0 for {first}, rank {rank} for {other}.",
+            "nothing was written by this call, no object was changed.",
+            "make the same calls on every rank, at the same steps and with the same arguments.",
+            path=path,
+        )
+        self.rank = rank
+
+
+class GroupDestroyedError(GroupError, RuntimeError):
+    """The process group was destroyed in this process while a manager still needed it."""
+
+    def __init__(self, *, what: str, path: object = None) -> None:
+        super().__init__(
+            f"While {what}, the process group was gone: this process has destroyed it.",
+            "every checkpoint that was committed before; what was still being written is lost.",
+            "close the manager, or leave its with block, before torch.distributed.destroy_process_group().",
+            path=path,
+        )
+
+
 class DirectoryNotSharedError(GroupError, FileNotFoundError):
     """A rank does not see what rank 0 wrote: the directory is not one directory for all of them.
 
@@ -583,11 +615,15 @@ class DirectoryNotSharedError(GroupError, FileNotFoundError):
         directory: The directory.
     """
 
-    def __init__(self, *, directory: object, rank: int, name: str, waited_seconds: float) -> None:
+    def __init__(
+        self, *, directory: object, rank: int, name: str, waited_seconds: float, of_rank_0: object = None
+    ) -> None:
         super().__init__(
-            f"Rank {rank} does not see {name}, which is in {directory} for rank 0, after {waited_seconds:g} seconds.",
+            f"Rank {rank} does not see {name}, which rank 0 has made in {of_rank_0 or directory}, in its own directory "
+            f"{directory}, for {waited_seconds:g} seconds.",
             "every checkpoint that was committed before.",
-            "give all ranks one directory on a file system that their nodes share; a local disk in each node is none.",
+            "give all ranks one directory on a file system that their nodes share (a local disk in each node is none), "
+            "and use several managers in the same order on every rank: each is for all ranks of the process group.",
             path=directory,
         )
         self.errno = errno.ENOENT

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from safeckpt.arguments import checked_names, checked_seconds, checked_step
 from safeckpt.catalog import Checkpoint
-from safeckpt.distributed import in_group
+from safeckpt.distributed import in_group, same_on_all
 from safeckpt.errors import CheckpointNotFoundError, UncapturedStateWarning
 from safeckpt.replay import Replay, ReplayPolicy, ReplayReport
 from safeckpt.run import Restorer, Rollbacks, Saver, Timeline
@@ -105,7 +105,17 @@ class CheckpointManager:
     ) -> None:
         files = CheckpointDirectory(directory)
         lock = WriterLock(directory, lock_timeout_seconds)
-        self._run = Timeline(files, lock, SaveSchedule(save_every), checked_seconds(rank_timeout_seconds))
+        settings = {
+            "keep_last": keep_last,
+            "keep_every": keep_every,
+            "save_every": save_every,
+            "async_save": async_save,
+            "grads": grads,
+            "max_rollbacks": max_rollbacks,
+            "on_replica_drift": on_replica_drift,
+            "agree_every": agree_every,
+        }
+        self._run = Timeline(files, lock, SaveSchedule(save_every), checked_seconds(rank_timeout_seconds), settings)
         pruning = Pruning(files, self._run.catalog, keep_last, keep_best, keep_every)
         if not isinstance(guard, Guard):
             raise TypeError(f"guard must be a Guard; got {type(guard).__name__}")
@@ -181,14 +191,13 @@ class CheckpointManager:
         try:
             self.wait()
         finally:
-            self._run.closed = True
             try:
-                if self._run.leads:
+                if self._run.has_led:
                     self._replay.close()
             finally:
-                self._run.lock.release()
                 self._signals.restore()
                 self._saver.gradients.close()
+                self._run.close()
 
     def wait(self) -> None:
         """Return when every save is committed. Only with `async_save` is there anything to wait for.
@@ -384,7 +393,9 @@ class CheckpointManager:
         run.refuse_closed()
         self.wait()
 
-        def begun() -> tuple[dict[str, Any], int, str]:
+        asked = {"skip_batches": skip_batches, "changed": changed}
+
+        def begun() -> tuple[dict[str, Any], int, str, dict[str, Any]]:
             left_out = self._rollbacks.batches_to_leave_out(skip_batches, self._saver.handed_out)
             failing, why = run.failed or (run.step + 1, "no save or step was refused")
             changes = changed or skip_batches > 0
@@ -394,11 +405,15 @@ class CheckpointManager:
             if run.leads:
                 run.enter_directory()
             mine.append(left_out)
-            return left_out, failing, why
+            return left_out, failing, why, asked
+
+        def decided(answers: list[tuple[dict[str, Any], int, str, dict[str, Any]]]) -> tuple[int, str]:
+            same_on_all([answer[3] for answer in answers])
+            return answers[0][1:3]
 
         mine: list[dict[str, Any]] = []
         group = run.group
-        _, failing, why = group.together("rolling back", begun, lambda answers: answers[0])
+        failing, why = group.together("rolling back", begun, decided)
         changes = changed or skip_batches > 0
         there = run.files.steps()
         rejected: dict[Path, str] = {}

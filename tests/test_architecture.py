@@ -147,6 +147,7 @@ def test_public_names_are_pinned():
         "SafeckptWarning", "SkippedCheckpointWarning", "EnvironmentChangedWarning", "UncapturedStateWarning",
         "HyperparameterReplacedWarning", "ReplayMismatchWarning",
         "GroupError", "RankLostError", "RankFailedError", "DirectoryNotSharedError", "ReplicaDriftError",
+        "RanksDisagreeError", "GroupDestroyedError",
         "ReplicaDriftWarning",
     }  # fmt: skip
     assert set(safeckpt.__all__) == contract

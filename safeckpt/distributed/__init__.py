@@ -1,6 +1,6 @@
 """Many processes as one run: agreement between ranks, what each rank has of its own, and shards."""
 
-from safeckpt.distributed.group import Group, Ranks, group_of_this_process, in_group
+from safeckpt.distributed.group import Group, Ranks, group_of_this_process, in_group, same_on_all
 from safeckpt.distributed.own import (
     differing,
     digests_of,
@@ -46,6 +46,7 @@ __all__ = [
     "rejoined",
     "replica_fingerprints",
     "replica_layouts",
+    "same_on_all",
     "shards_of",
     "split",
     "whole",

@@ -122,7 +122,8 @@ def _two_sums(words: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def _factors(device: torch.device, seed: int) -> torch.Tensor:
     """Return an odd number for each place, the same on every rank."""
-    numbers = torch.randint(-(1 << 62), 1 << 62, (_FACTORS,), generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator("cpu").manual_seed(seed)  # a default device may be set
+    numbers = torch.randint(-(1 << 62), 1 << 62, (_FACTORS,), generator=generator, device="cpu")
     return (numbers * 2 + 1).to(device)
 
 

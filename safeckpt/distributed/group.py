@@ -12,15 +12,15 @@ import json
 import os
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
 
 from safeckpt import errors
-from safeckpt.errors import RankFailedError, RankLostError, SafeckptError
+from safeckpt.errors import GroupDestroyedError, RankFailedError, RankLostError, RanksDisagreeError, SafeckptError
 
-__all__ = ["Group", "Ranks", "group_of_this_process", "in_group"]
+__all__ = ["Group", "Ranks", "group_of_this_process", "in_group", "same_on_all"]
 
 T = TypeVar("T")
 D = TypeVar("D")
@@ -67,7 +67,9 @@ class Group:
             BaseException: What this rank's part raised; or, when another rank's did, an error of the same class
                 that names the rank, if it is one of the library, of the system or of an argument.
             RankFailedError: Another rank failed with something else.
+            RanksDisagreeError: Another rank is doing something else.
             RankLostError: A rank is gone or hangs. This group is of no further use.
+            GroupDestroyedError: This process has destroyed the process group.
         """
         value = part()
         return cast("D", None if decide is None else decide([value]))
@@ -75,6 +77,14 @@ class Group:
     def for_background(self) -> Group:
         """Return this group for a second thread, whose messages do not mix with those of the first."""
         return self
+
+    @property
+    def current(self) -> bool:
+        """Whether this is the group that this process belongs to now."""
+        return not in_group()
+
+    def close(self) -> None:
+        """Give back what the group holds."""
 
 
 class Ranks(Group):
@@ -94,12 +104,13 @@ class Ranks(Group):
         self._tag = _FRONT
         self._number = 0  # of the agreement: both sides count, so that they cannot talk of different ones
         self._broken: str | None = None
+        self._world = torch.distributed.group.WORLD
         try:
             self._group = torch.distributed.new_group(
                 backend="gloo", timeout=dt.timedelta(seconds=timeout_seconds + 2 * _NEWS_SECONDS)
             )
         except RuntimeError as error:
-            lost = self._lost("meeting for the first time", None, error)
+            lost = self._lost("the ranks were meeting for the first time", None, error)
             if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) and _SHARED_STORE not in os.environ:
                 lost.add_note(
                     "torchrun restarted this group in the store of the one before, where its addresses still are "
@@ -112,6 +123,16 @@ class Ranks(Group):
         """See `Group`."""
         return self._group
 
+    @property
+    def current(self) -> bool:
+        """See `Group`."""
+        return in_group() and self._world is torch.distributed.group.WORLD
+
+    def close(self) -> None:
+        """See `Group`: connections, descriptors and threads."""
+        if self.current:
+            torch.distributed.destroy_process_group(self._group)
+
     def for_background(self) -> Group:
         """See `Group`."""
         other = object.__new__(Ranks)
@@ -121,6 +142,8 @@ class Ranks(Group):
 
     def together(self, what: str, part: Callable[[], T], decide: Callable[[list[T]], D] | None = None) -> D:
         """See `Group`."""
+        if not self.current:
+            raise GroupDestroyedError(what=what)
         if self._broken is not None:
             raise RankLostError(what=what, lost=None, timeout_seconds=self._timeout_seconds, reason=self._broken)
         value: Any = None
@@ -164,9 +187,7 @@ class Ranks(Group):
         decision = None
         if strangers:
             rank, other = strangers[0]
-            raised = RankFailedError(
-                what=what, rank=rank, type_name="a call of its own", reason=f"it is {other}, and rank 0 is {what}"
-            )
+            raised = RanksDisagreeError(rank=rank, first=what, other=other)
         elif not failed and decide is not None:
             try:
                 decision = decide([one[2] for one in answers])
@@ -182,31 +203,33 @@ class Ranks(Group):
 
     def _send(self, what: str, rank: int, message: Any) -> None:
         data = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
-        size = torch.tensor([data.numel()])
+        size = torch.tensor([data.numel()], device="cpu")  # a default device may be set
         wait = dt.timedelta(seconds=self._timeout_seconds)
         try:
             for tensor in (size, data):
                 work = torch.distributed.isend(tensor, rank, group=self._group, tag=self._tag)
                 _wait(work, wait)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:  # the latter of a group that is no longer there
             raise self._lost(what, rank, error) from error
 
     def _receive(self, what: str, rank: int, seconds: float) -> Any:
-        size = torch.zeros(1, dtype=torch.int64)
+        size = torch.zeros(1, dtype=torch.int64, device="cpu")
         wait = dt.timedelta(seconds=seconds)
         try:
             _wait(torch.distributed.irecv(size, rank, group=self._group, tag=self._tag), wait)
-            data = torch.empty(int(size), dtype=torch.uint8)
+            data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
             _wait(torch.distributed.irecv(data, rank, group=self._group, tag=self._tag), wait)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:  # the latter of a group that is no longer there
             raise self._lost(what, rank, error) from error
         return pickle.loads(data.numpy().tobytes())  # from a process of this very job
 
-    def _lost(self, what: str, rank: int | None, error: RuntimeError) -> RankLostError:
+    def _lost(self, what: str, rank: int | None, error: Exception) -> RankLostError:
         """Return the error for a connection that failed, and let the others know who was on its other end.
 
         gloo closes all connections when one times out, so that the news cannot go the same way.
         """
+        if not self.current:
+            raise GroupDestroyedError(what=what) from error
         reason = str(error).partition("\n")[0].partition(". This is typically")[0]  # gloo's guesses
         reason = reason[reason.find("] ") + 1 :].strip().rstrip(".")
         key = f"safeckpt/lost/{self._tag}/{self._number}"
@@ -223,6 +246,18 @@ class Ranks(Group):
 
 def _wait(work: Any, timeout: dt.timedelta) -> None:
     work.wait(timeout)
+
+
+def same_on_all(answers: list[Mapping[str, Any]]) -> None:
+    """Refuse what ranks were asked for when it differs.
+
+    Raises:
+        RanksDisagreeError: Naming the first difference.
+    """
+    for rank, answer in enumerate(answers):
+        for name, value in answers[0].items():
+            if answer[name] != value:
+                raise RanksDisagreeError(rank=rank, first=f"{name}={value!r}", other=f"{name}={answer[name]!r}")
 
 
 def group_of_this_process(timeout_seconds: float) -> Group:

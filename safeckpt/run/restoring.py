@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from safeckpt.catalog import Checkpoint, Opened, reason_of, skipped
-from safeckpt.distributed import Held, payload_for, read_shards, shards_of, with_places
+from safeckpt.distributed import Held, payload_for, read_shards, same_on_all, shards_of, with_places
 from safeckpt.errors import (
     CheckpointNotFoundError,
     DamagedCheckpointError,
@@ -119,16 +119,21 @@ class Restorer:
         group = run.group
         tried: set[int] = set()
 
-        def next_one(lists: list[list[int]]) -> tuple[int, str] | None:
+        def asked() -> tuple[list[int], dict[str, Any]]:
+            only = None if wanted.only is None else sorted(wanted.only)
+            steps = run.files.steps() if group.leads else []
+            return steps, {"step": step, "only": only, "keep_live": sorted(wanted.keep_live)}
+
+        def next_one(answers: list[tuple[list[int], dict[str, Any]]]) -> tuple[int, str] | None:
+            same_on_all([answer for _, answer in answers])
+            lists = [steps for steps, _ in answers]
             if step is not None and step not in lists[0]:
                 raise CheckpointNotFoundError(directory=run.files.path, step=step, available_steps=lists[0])
             left = [one for one in lists[0] if one not in tried] if step is None else [step]
             return (left[-1], run.files.path_of(left[-1]).name) if left else None
 
         while True:
-            target = group.together(
-                "looking for a checkpoint", lambda: run.files.steps() if group.leads else [], next_one
-            )
+            target = group.together("looking for a checkpoint", asked, next_one)
             if target is None:
                 return None
             number, name = target

@@ -203,7 +203,8 @@ class Saver:
         drafts: list[_Draft] = []
 
         def part() -> tuple[Checkpoint, dict[str, str]]:
-            draft = self._capture(step, loss, metrics, compared=group.size > 1)
+            with torch.inference_mode(mode=False):  # in which tensors have no versions, and DTensors no parts
+                draft = self._capture(step, loss, metrics, compared=group.size > 1)
             drafts.append(draft)
             return draft.checkpoint, draft.digests
 

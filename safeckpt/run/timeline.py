@@ -5,14 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from safeckpt.arguments import checked_step
 from safeckpt.catalog import Catalog, Checkpoint
-from safeckpt.distributed import Group, group_of_this_process, in_group
-from safeckpt.errors import DirectoryInUseError, DirectoryLockedError, DirectoryNotSharedError, StepExistsError
+from safeckpt.distributed import Group, group_of_this_process, in_group, same_on_all
+from safeckpt.errors import (
+    DirectoryInUseError,
+    DirectoryLockedError,
+    DirectoryNotSharedError,
+    GroupDestroyedError,
+    StepExistsError,
+)
 from safeckpt.schedule import SaveSchedule
 from safeckpt.store import CheckpointDirectory, EventLog, WriterLock
 
@@ -33,6 +39,7 @@ class Timeline:
         lock: The right to write.
         due: When `end_step` saves.
         rank_timeout_seconds: How long a process of the group is waited for.
+        settings: What has to be the same on every rank, by the name of the argument.
 
     Attributes:
         files: The directory.
@@ -51,7 +58,12 @@ class Timeline:
     """
 
     def __init__(
-        self, files: CheckpointDirectory, lock: WriterLock, due: SaveSchedule, rank_timeout_seconds: float
+        self,
+        files: CheckpointDirectory,
+        lock: WriterLock,
+        due: SaveSchedule,
+        rank_timeout_seconds: float,
+        settings: Mapping[str, Any],
     ) -> None:
         self.files = files
         self.catalog = Catalog(files)
@@ -69,23 +81,50 @@ class Timeline:
         self._events = EventLog(files.path / "events.jsonl")
         self._known: set[int] = set()  # steps in the directory that belong to this run
         self._rank_timeout_seconds = rank_timeout_seconds
+        self._settings = settings
         self._group: Group | None = None
         self._seen = False  # that the directory is one for all ranks
 
     @property
     def group(self) -> Group:
-        """The processes of this run. Making it is something that all of them do at once."""
-        if self._group is None or (self._group.process_group is None) == in_group():
+        """The processes of this run. Making it is something that all of them do at once.
+
+        Raises:
+            GroupDestroyedError: There was one of several processes, and this process has destroyed it.
+            RanksDisagreeError: The managers of the ranks were made with different arguments.
+        """
+        if self._group is None or not self._group.current:
+            if self._group is not None and not in_group():
+                raise GroupDestroyedError(what="coming back to it", path=self.files.path)
             self._group = group_of_this_process(self._rank_timeout_seconds)
+            self._seen = False
+            if self._group.size > 1:
+                self._group.together("making managers", lambda: self._settings, same_on_all)
         return self._group
+
+    def close(self) -> None:
+        """Give back lock and group."""
+        self.closed = True
+        self.lock.release()
+        if self._group is not None:
+            self._group.close()
 
     @property
     def leads(self) -> bool:
         """Whether this process writes what is written once."""
-        return not in_group() or self.group.leads
+        return self.group.leads if in_group() or self._group is not None else True
 
-    def look_for(self, path: Path) -> None:
+    @property
+    def has_led(self) -> bool:
+        """Whether this process was the one, as far as it ever met the others."""
+        return self._group is None or self._group.leads
+
+    def look_for(self, path: Path, of_rank_0: object = None) -> None:
         """Wait until a path that rank 0 has made is seen here: some file systems show it late.
+
+        Args:
+            path: The path.
+            of_rank_0: What rank 0 calls its directory, when it is known.
 
         Raises:
             DirectoryNotSharedError: It is not seen in good time.
@@ -96,7 +135,11 @@ class Timeline:
         while not os.path.lexists(path):
             if time.monotonic() > end:
                 raise DirectoryNotSharedError(
-                    directory=self.files.path, rank=self.group.rank, name=path.name, waited_seconds=most_seconds
+                    directory=self.files.path,
+                    rank=self.group.rank,
+                    name=path.name,
+                    waited_seconds=most_seconds,
+                    of_rank_0=of_rank_0,
                 )
             with contextlib.suppress(OSError):
                 self.files.steps()  # a listing makes NFS look again
@@ -109,9 +152,13 @@ class Timeline:
         """
         if self._seen or self.group.size == 1:
             return
-        mark = self.group.together(what, lambda: self.lock.mark() if self.leads else None, lambda marks: marks[0])
+
+        def marked() -> tuple[str | None, str]:
+            return self.lock.mark() if self.leads else None, str(self.files.path)
+
+        mark, place = self.group.together(what, marked, lambda marks: marks[0])
         try:
-            self.group.together(what, lambda: self.look_for(self.files.path / mark) if mark else None)
+            self.group.together(what, lambda: self.look_for(self.files.path / mark, place) if mark else None)
             self._seen = True
         finally:
             if self.leads and mark:

@@ -84,7 +84,7 @@ class Gradients:
 
 
 def _memory(grad: torch.Tensor) -> torch.Tensor:
-    """Return what is changed in place: FSDP2 adds to the local part, of which the version of a DTensor knows nothing."""
+    """Return what is changed in place: FSDP2 adds to the local part, and a DTensor does not notice."""
     return getattr(grad, "_local_tensor", grad)
 
 

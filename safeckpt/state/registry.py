@@ -94,9 +94,9 @@ def _refuse_hidden_parts(name: str, obj: Any) -> None:
         kinds = {kind.__name__ for kind in type(one).__mro__}
         if "FullyShardedDataParallel" in kinds:
             raise TypeError(
-                f"{name!r} holds a FullyShardedDataParallel (FSDP1), which joins parameters and moments to flat pieces, "
-                "another one on each rank. Use torch.distributed.fsdp.fully_shard (FSDP2), whose parameters keep their "
-                "names"
+                f"{name!r} holds a FullyShardedDataParallel (FSDP1), which cuts parameters and moments into flat "
+                "pieces, another one on each rank. Use torch.distributed.fsdp.fully_shard (FSDP2), whose parameters "
+                "keep their names"
             )
         if "ZeroRedundancyOptimizer" in kinds:
             raise TypeError(
