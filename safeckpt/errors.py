@@ -245,11 +245,17 @@ class ReplicaDriftError(SaveError, ArithmeticError):
         names: Tensors and values that differ, sorted.
     """
 
-    def __init__(self, *, step: int, ranks: Sequence[int], names: Sequence[str], path: object = None) -> None:
+    def __init__(
+        self, *, step: int, ranks: Sequence[int], names: Sequence[str], first: bool = False, path: object = None
+    ) -> None:
         super().__init__(
             drift_text(step, ranks, names),
             "nothing was written, no file was changed.",
-            "find what the ranks do differently (an update outside of the wrapper, a seed, a skipped step); "
+            "make them equal before the first step (DistributedDataParallel does, or one seed for all). If they are no "
+            "copies, such as the stages of a pipeline, wrap each rank's part in an object with state_dict and "
+            "load_state_dict, which is saved for every rank. on_replica_drift='ignore' keeps rank 0's alone."
+            if first
+            else "find what the ranks do differently (an update outside of the wrapper, a seed, a skipped step); "
             "manager.rollback(changed=True) makes them equal again.",
             path=path,
         )
@@ -261,7 +267,7 @@ def drift_text(step: int, ranks: Sequence[int], names: Sequence[str]) -> str:
     """Return what a drift of replicas is, for the error and the warning."""
     listed = ", ".join(str(rank) for rank in ranks[:_SHOWN]) + (", ..." if len(ranks) > _SHOWN else "")
     return (
-        f"At step {step} the copies of rank(s) {listed} are no longer equal to that of rank 0, in {len(names)} "
+        f"At step {step} the copies of rank(s) {listed} are not equal to that of rank 0, in {len(names)} "
         f"place(s):\n  {_some(names)}"
     )
 
@@ -602,7 +608,7 @@ class GroupDestroyedError(GroupError, RuntimeError):
     def __init__(self, *, what: str, path: object = None) -> None:
         super().__init__(
             f"While {what}, the process group was gone: this process has destroyed it.",
-            "every checkpoint that was committed before; what was still being written is lost.",
+            "every checkpoint that was committed before; what was still being written may be lost.",
             "close the manager, or leave its with block, before torch.distributed.destroy_process_group().",
             path=path,
         )

@@ -58,7 +58,8 @@ class CheckpointManager:
         rank_timeout_seconds: With an initialised process group: how long to wait for a process that does not answer.
             One that has died is noticed at once.
         on_replica_drift: With a process group: what it is when the ranks' copies of what they train together are no
-            longer equal: `"warn"` for a `ReplicaDriftWarning`, `"error"` for a `ReplicaDriftError`, `"ignore"`.
+            longer equal: `"warn"` for a `ReplicaDriftWarning`, `"error"` for a `ReplicaDriftError`, `"ignore"`. With
+            `"warn"`, too, copies that are not equal at the first save of a run are an error: nothing is lost yet.
         agree_every: With a process group: the ranks agree on losses, signals and clocks at least every so many steps.
         progress: Called as `progress(what, done_bytes, total_bytes)` every few megabytes while a checkpoint is written
             (`"save"`; with `async_save` in the writing thread) and while it is checked before it is restored

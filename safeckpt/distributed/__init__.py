@@ -16,6 +16,7 @@ from safeckpt.distributed.own import (
 from safeckpt.distributed.shards import (
     Held,
     is_sharded,
+    laid_out,
     local_parts,
     read_shards,
     rejoined,
@@ -37,6 +38,7 @@ __all__ = [
     "group_of_this_process",
     "in_group",
     "is_sharded",
+    "laid_out",
     "local_parts",
     "merged",
     "own_of",

@@ -16,7 +16,9 @@ import torch
 from safeckpt.file import encode, write_file
 from safeckpt.state.tree import named_leaves
 
-__all__ = ["exact_digest_of", "fingerprints", "joined", "layouts_of"]
+__all__ = ["SHARDED", "exact_digest_of", "fingerprints", "joined", "layouts_of"]
+
+SHARDED = "sharded "  # with what the layout of such a tensor begins
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _EXACT = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
@@ -44,7 +46,7 @@ def joined(items: Iterable[tuple[str, str]]) -> str:
 
 
 def layouts_of(tree: Any) -> Iterator[tuple[str, str]]:
-    """Yield (dotted name, dtype and shape) of every tensor; of a sharded one the shape of the whole."""
+    """Yield (dotted name, dtype and shape) of every tensor; of a sharded one that, and the shape of the whole."""
     for name, leaf in named_leaves(tree):
         if isinstance(leaf, torch.Tensor):
             yield name, _layout(leaf)
@@ -82,7 +84,7 @@ def fingerprints(tree: Any) -> dict[str, str]:
 
 
 def _layout(tensor: torch.Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.size())}"
+    return f"{SHARDED if hasattr(tensor, 'to_local') else ''}{tensor.dtype} {list(tensor.size())}"
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from safeckpt.distributed.digest import exact_digest_of, fingerprints, joined, layouts_of
-from safeckpt.errors import UnsavableStateError
+from safeckpt.distributed.digest import SHARDED, exact_digest_of, fingerprints, joined, layouts_of
+from safeckpt.errors import StateMismatchError, UnsavableStateError
 from safeckpt.state import RESERVED_KEY, Component
 from safeckpt.state.generators import RngStreams
 from safeckpt.state.tree import join, map_tensors, named_tensors
@@ -59,7 +59,8 @@ def _split(payload: Mapping[str, Any], name: str) -> tuple[Any, dict[str, Any]]:
 def _pieces(payload: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is compared with rank 0's, by name; those with `=` have to be equal."""
     own = payload[RESERVED_KEY]
-    found: dict[str, Any] = {"environment": own["environment"], "gradients": own["gradients"]}
+    local = {name: grad for name, grad in own["gradients"].items() if not hasattr(grad, "to_local")}
+    found: dict[str, Any] = {"environment": own["environment"], "gradients": local}
     for name, record in own["components"].items():
         state, buffers = _split(payload, name)
         replicated = record["kind"] in _REPLICATED
@@ -95,8 +96,11 @@ def _without_shards(piece: Any) -> Any:
 
 def replica_layouts(payload: Mapping[str, Any]) -> dict[str, str]:
     """Return dtype and shape of every tensor in what is replicated, by name: the same on every rank."""
-    found = {}
-    for name, record in payload[RESERVED_KEY]["components"].items():
+    own = payload[RESERVED_KEY]
+    found = {
+        join("gradient", name): layout for name, layout in layouts_of(own["gradients"]) if layout.startswith(SHARDED)
+    }
+    for name, record in own["components"].items():
         if record["kind"] in _REPLICATED:
             found[name] = record["kind"]
             found.update((join(name, key), layout) for key, layout in layouts_of(payload[name]))
@@ -209,23 +213,31 @@ def merged(payload: Mapping[str, Any], owns: list[dict[str, Any]]) -> dict[str, 
 
 
 def payload_for(
-    payload: Mapping[str, Any], components: Mapping[str, Component], rank: int, size: int
+    payload: Mapping[str, Any], components: Mapping[str, Component], rank: int, size: int, path: object
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the payload as one rank restores it, and what is not as it was because of another number of ranks.
 
     A rank that was there when it was saved has its own streams, positions and records back. One that was not takes
     rank 0's, but keeps the random streams and private generators that its script has made: with those of rank 0 two
     ranks would draw the same numbers.
+
+    Raises:
+        StateMismatchError: Each rank had gradients of its own, which are for that number of ranks only.
     """
     saved = payload[RESERVED_KEY]
     world, ranks = saved.get("world_size", 1), saved.get("ranks", [])
+    if world != size and any("gradients" in one for one in ranks):
+        reason = (
+            f"gradients: saved within an accumulation, with another one on each of {world} ranks, and now there are "
+            f"{size}; restore a step after which nothing was accumulated, or with {world} ranks"
+        )
+        raise StateMismatchError(mismatches=[reason], path=path)
     result = dict(payload)
     own = result[RESERVED_KEY] = {key: value for key, value in saved.items() if key not in ("world_size", "ranks")}
     if 0 < rank < world:
         _overlay(result, own, ranks[rank - 1])
     elif rank >= world:
         own["rng"] = RngStreams.capture()
-        own["gradients"] = {}
         records = own["components"] = dict(own["components"])
         for name, component in components.items():
             if name in records and records[name]["kind"] == "generator" == component.kind:
@@ -237,7 +249,7 @@ def payload_for(
 def _overlay(result: dict[str, Any], own: dict[str, Any], mine: Mapping[str, Any]) -> None:
     own["rng"] = mine["rng"]
     own["environment"] = mine.get("environment", own["environment"])
-    own["gradients"] = mine.get("gradients", own["gradients"])
+    own["gradients"] = {**own["gradients"], **mine.get("gradients", {})}
     own["components"] = {**own["components"], **mine.get("records", {})}
     result.update(mine.get("states", {}))
     for name, buffers in mine.get("buffers", {}).items():
@@ -250,7 +262,7 @@ def _overlay(result: dict[str, Any], own: dict[str, Any], mine: Mapping[str, Any
 def _changed(world: int, size: int) -> str:
     if size > world:
         who = f"rank {world}" if size == world + 1 else f"ranks {world} to {size - 1}"
-        what = f"{who} keep the random streams of their script"
+        what = f"{who} keep the random streams of their script and take over what else rank 0 has of its own"
     else:
         what = f"the random streams of {world - size} rank(s) are left out"
     return f"world_size: {world} -> {size} ({what}, and sums over ranks are made in another order)"

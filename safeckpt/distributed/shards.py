@@ -7,6 +7,7 @@ optimizer's is `optimizer.component.qualified.name.exp_avg`: by name, never by p
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -24,6 +25,7 @@ from safeckpt.state.tree import join, map_tensors, named_tensors
 __all__ = [
     "Held",
     "is_sharded",
+    "laid_out",
     "local_parts",
     "read_shards",
     "rejoined",
@@ -79,17 +81,32 @@ def split(payload: Mapping[str, Any]) -> tuple[dict[str, Any], Held]:
     return skeleton, held
 
 
-def _namer(name: str, state: Any, record: Mapping[str, Any]) -> dict[int, str]:
-    """Return the key of every tensor of a component that goes to the engine, by id."""
+def _namer(name: str, state: Any, record: Mapping[str, Any], *, everything: bool = False) -> dict[int, str]:
+    """Return the key of every tensor of a component that goes to the engine, or really of every tensor, by id.
+
+    Raises:
+        UnsavableStateError: Sharded state of an optimizer has another shape than its parameter, so that a fresh
+            optimizer cannot tell how it has to lie.
+    """
     if record["kind"] == "module":
         return {id(value): join(name, key) for key, value in state.items() if isinstance(value, torch.Tensor)}
     if record["kind"] != "optimizer" or not isinstance(state, dict) or "param_groups" not in state:
         return {}
     found: dict[int, str] = {}
+    shapes = {slot["name"]: slot["shape"] for slots in record["slots"] for slot in slots}
     for number, slot in _numbered(state, record):
         for key, value in named_tensors(state.get("state", {}).get(number, {})):
-            if hasattr(value, "to_local") or value.numel() > 1:
-                found[id(value)] = join(join(name, slot), key)
+            where = join(join(name, slot), key)
+            sharded = hasattr(value, "to_local")
+            if sharded and list(value.size()) != shapes[slot]:
+                raise UnsavableStateError(
+                    location=where,
+                    type_name="DTensor",
+                    reason="sharded state of another shape than its parameter has no layout in a fresh optimizer",
+                    cure="use an optimizer whose state has the shape of the parameter, or full_tensor().",
+                )
+            if sharded or everything or value.numel() > 1:
+                found[id(value)] = where
     return found
 
 
@@ -130,6 +147,50 @@ def with_places(
     Raises:
         DamagedCheckpointError: A place holder is none.
     """
+    layouts = _live_layouts(payload, components)
+    return _placed(payload, path, lambda key, shape, dtype: _empty_like(_layout_of(key, shape, layouts), shape, dtype))
+
+
+def laid_out(payload: Mapping[str, Any], components: Mapping[str, Component]) -> dict[str, Any]:
+    """Return a payload of whole tensors, as a file holds them, with this rank's parts where the live ones are sharded.
+
+    Nothing is copied: a part is a view.
+    """
+    layouts = _live_layouts(payload, components)
+    if not any(hasattr(live, "to_local") for live in layouts.values()):
+        return dict(payload)
+
+    def with_parts(tree: Any, keys: Mapping[int, str]) -> Any:
+        def part(tensor: torch.Tensor) -> torch.Tensor:
+            live = _layout_of(keys[id(tensor)], tensor.size(), layouts) if id(tensor) in keys else None
+            return tensor if live is None or not hasattr(live, "to_local") else _part_of(tensor, live)
+
+        return map_tensors(tree, part) if keys else tree
+
+    own = payload[RESERVED_KEY]
+    result = {
+        name: with_parts(state, _namer(name, state, own["components"][name], everything=True))
+        for name, state in payload.items()
+        if name != RESERVED_KEY
+    }
+    gradients = {id(tensor): join("safeckpt.grad", name) for name, tensor in own["gradients"].items()}
+    result[RESERVED_KEY] = {**own, "gradients": with_parts(own["gradients"], gradients)}
+    return result
+
+
+def _part_of(tensor: torch.Tensor, live: Any) -> torch.Tensor:
+    """Return what this rank has of a tensor when it lies as a live one does."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415 - no public name
+
+    shape, offsets = compute_local_shape_and_global_offset(tensor.size(), live.device_mesh, live.placements)
+    part = tensor
+    for dimension, (length, offset) in enumerate(zip(shape, offsets, strict=True)):
+        part = part.narrow(dimension, min(offset, tensor.size(dimension)), length)
+    return _with_part(live, part)
+
+
+def _live_layouts(payload: Mapping[str, Any], components: Mapping[str, Component]) -> dict[str, torch.Tensor]:
+    """Return for every key a live tensor that lies as the one under it has to."""
     layouts: dict[str, torch.Tensor] = {}
     for name, component in components.items():
         captured = component.capture()
@@ -146,7 +207,7 @@ def with_places(
         for slot in (slot for slots in record.get("slots", ()) for slot in slots):
             if slot["name"] in parameters:  # where a moment of it lies that the live optimizer does not have yet
                 layouts.setdefault(join(name, slot["name"]), parameters[slot["name"]])
-    return _placed(payload, path, lambda key, shape, dtype: _empty_like(_layout_of(key, layouts), shape, dtype))
+    return layouts
 
 
 def whole(payload: Mapping[str, Any], folder: CheckpointFolder, device: Any = None) -> dict[str, Any]:
@@ -196,13 +257,15 @@ def _placed(
     return result, {key: tensor for key, tensor in held.items() if not tensor.is_meta}
 
 
-def _layout_of(key: str, layouts: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """Return a live tensor that lies as this one has to: itself, or the parameter that it belongs to."""
+def _layout_of(key: str, shape: torch.Size, layouts: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """Return a live tensor that lies as this one has to: itself, or the parameter of its shape that it belongs to."""
+    if key in layouts:
+        return layouts[key]
     while key not in layouts:
         key, dot, _ = key.rpartition(".")
         if not dot:
             return None
-    return layouts[key]
+    return layouts[key] if layouts[key].size() == shape else None
 
 
 def _empty_like(live: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
@@ -253,7 +316,9 @@ def rejoined(held: Held, parts: Held) -> Held:
     return found
 
 
-def write_shards(held: Held, place: Path, group: Group, write_inside: Callable[..., Any]) -> list[ShardFile]:
+def write_shards(
+    held: Held, place: Path, group: Group, write_inside: Callable[..., Any], *, drifted: bool = False
+) -> list[ShardFile]:
     """Write the tensors of all ranks into a directory, and return what this rank has written.
 
     Called by all ranks at once. Every file is on the disk when this returns.
@@ -263,16 +328,18 @@ def write_shards(held: Held, place: Path, group: Group, write_inside: Callable[.
         place: The directory.
         group: The ranks.
         write_inside: Writes a file into it durably, see `CheckpointDirectory.write_inside`.
+        drifted: Whether copies of a part differ: then all are taken from the lowest rank that has them, since a state
+            put together from several copies is nobody's. Otherwise the ranks share the work.
 
     Cost:
         Bytes of this rank's shards: one pass for digest and write, and one fsync.
     """
-    from safeckpt.distributed.storage import ShardWriter  # noqa: PLC0415 - large, and needed only for shards
+    from safeckpt.distributed.storage import ShardWriter, planner_of  # noqa: PLC0415 - large, and needed only for shards
 
     if not group.leads:  # of what is not sharded the engine would take any rank's copy, and it is rank 0's that counts
         held = {key: tensor for key, tensor in held.items() if hasattr(tensor, "to_local")}
     writer = ShardWriter(place, write_inside)
-    failures = _run("save", held, group, storage_writer=writer)
+    failures = _run("save", held, group, storage_writer=writer, planner=planner_of(drifted=drifted))
     if group.rank in failures:
         raise failures[group.rank]
     return writer.written  # when another rank has failed, the agreement that follows says which, and why
@@ -317,8 +384,12 @@ def _run(what: str, held: Held, group: Group, **options: Any) -> dict[int, BaseE
         component, _, name = key.partition(".")
         parts.setdefault(component, {})[name] = tensor
     alone = group.process_group is None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the engine about its own internals
+    with contextlib.ExitStack() as stack:
+        if (
+            alone
+        ):  # the engine warns that there is no group; filters are of all threads, so they are left alone otherwise
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
         try:
             getattr(engine, what)(parts, process_group=group.process_group, no_dist=alone, **options)
         except CheckpointException as error:  # a BaseException

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, NoReturn
 
 import torch
 from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
@@ -46,7 +47,7 @@ from torch.futures import Future
 from safeckpt.errors import DamagedCheckpointError
 from safeckpt.file import Part, ShardFile, encode, open_file, prepare, shard_of_bytes, source_of, write_joined
 
-__all__ = ["ShardReader", "ShardWriter", "WriteInside"]
+__all__ = ["ShardReader", "ShardWriter", "WriteInside", "planner_of"]
 
 _METADATA = ".metadata"  # the engine's name for it
 
@@ -118,6 +119,11 @@ class ShardWriter(FileSystemWriter):
 
         self._write_inside(self._place / _METADATA, write, size_bytes=len(data))
         self.written.append(shard_of_bytes(_METADATA, data))
+
+
+def planner_of(*, drifted: bool) -> SavePlanner:
+    """Return the engine's planner; with copies that drifted, one that takes them all from the lowest rank."""
+    return DefaultSavePlanner(dedup_save_to_lowest_rank=drifted)
 
 
 def _tensor_of(planner: SavePlanner, item: WriteItem) -> torch.Tensor:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from safeckpt.catalog import Checkpoint, Opened, reason_of, skipped
-from safeckpt.distributed import Held, payload_for, read_shards, same_on_all, shards_of, with_places
+from safeckpt.distributed import Held, in_group, laid_out, payload_for, read_shards, same_on_all, shards_of, with_places
 from safeckpt.errors import (
     CheckpointNotFoundError,
     DamagedCheckpointError,
@@ -197,10 +197,12 @@ class Restorer:
             raise DamagedCheckpointError(path=file.path, reason="its header does not say what was guarded") from error
         group = self._run.group
         names_of_shards = shards_of(payload)
-        payload, changes = payload_for(payload, self._components, group.rank, group.size)
+        payload, changes = payload_for(payload, self._components, group.rank, group.size, file.path)
         held: Held = {}
         if names_of_shards:
             payload, held = with_places(payload, self._components, file.path)
+        elif in_group():
+            payload = laid_out(payload, self._components)
         ready = plan(
             self._components, payload, only=wanted.only, keep_live=wanted.keep_live, path=file.path, read=mapped.read
         )

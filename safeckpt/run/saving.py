@@ -63,6 +63,7 @@ from safeckpt.state import (
     Staging,
     Verdict,
     capture,
+    copy_tree,
     nonfinite_loss,
     refuse_unreduced,
     to_cpu,
@@ -87,6 +88,7 @@ class _Draft:
         sharded: Whether it will be a directory.
         guard: What the guard let pass.
         digests: To compare the ranks by.
+        drifted: Whether copies differ between ranks.
     """
 
     checkpoint: Checkpoint
@@ -96,6 +98,7 @@ class _Draft:
     sharded: bool
     guard: dict[str, Any]
     digests: dict[str, str]
+    drifted: bool = False
 
     def header(self, **more: Any) -> dict[str, Any]:
         """Return the header of the file."""
@@ -177,6 +180,7 @@ class Saver:
         if parts:
             names = group.together(what, lambda: replica_layouts(draft.captured), differing)
             group.together(what, lambda: refuse_parts(names))
+        draft.drifted = bool(drifting)
         if drifting:
             self._say_drift(group, what, draft, drifting)
         owns: list[dict[str, Any]] = []
@@ -184,7 +188,9 @@ class Saver:
         def entered() -> dict[str, Any]:
             if group.leads:
                 run.enter_directory()
-            return {} if group.leads else encode(to_cpu(own_of(draft.captured, draft.digests, first)), root="payload")
+            # A copy: a view would be sent with all of the memory around it.
+            own = {} if group.leads else copy_tree(to_cpu(own_of(draft.captured, draft.digests, first)))
+            return cast("dict[str, Any]", encode(own, root="payload"))
 
         group.together(what, entered, owns.extend)
         run.refuse_unshared(what)
@@ -265,8 +271,9 @@ class Saver:
         names = group.together(what, lambda: replica_fingerprints(draft.captured), differing)
         step = draft.checkpoint.step
         self._run.event("replicas_differ", step, ranks=ranks, names=names[:20], names_total=len(names))
-        if self._drift == "error":
-            raise ReplicaDriftError(step=step, ranks=ranks, names=names, path=self._run.files.path)
+        first = self._run.saved is None
+        if self._drift == "error" or first:
+            raise ReplicaDriftError(step=step, ranks=ranks, names=names, first=first, path=self._run.files.path)
         # Together, for whom a warning is an error.
         group.together(what, lambda: _warn(drift_text(step, ranks, names), told=group.leads))
 
@@ -380,7 +387,7 @@ class Saver:
 
         def written() -> list[ShardFile]:
             self._run.look_for(files.path / name)
-            return write_shards(draft.held, files.path / name, group, files.write_inside)
+            return write_shards(draft.held, files.path / name, group, files.write_inside, drifted=draft.drifted)
 
         try:
             name = group.together(what, begun, lambda names: names[0])

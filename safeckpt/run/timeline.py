@@ -83,6 +83,7 @@ class Timeline:
         self._rank_timeout_seconds = rank_timeout_seconds
         self._settings = settings
         self._group: Group | None = None
+        self._agreed = False  # that all ranks were given the same settings
         self._seen = False  # that the directory is one for all ranks
 
     @property
@@ -97,9 +98,11 @@ class Timeline:
             if self._group is not None and not in_group():
                 raise GroupDestroyedError(what="coming back to it", path=self.files.path)
             self._group = group_of_this_process(self._rank_timeout_seconds)
-            self._seen = False
+            self._seen = self._agreed = False
+        if not self._agreed:
             if self._group.size > 1:
                 self._group.together("making managers", lambda: self._settings, same_on_all)
+            self._agreed = True
         return self._group
 
     def close(self) -> None:
@@ -112,11 +115,11 @@ class Timeline:
     @property
     def leads(self) -> bool:
         """Whether this process writes what is written once."""
-        return self.group.leads if in_group() or self._group is not None else True
+        return self.group.leads if in_group() else self.has_led
 
     @property
     def has_led(self) -> bool:
-        """Whether this process was the one, as far as it ever met the others."""
+        """Whether this process was the one, as far as it ever met the others; nobody is asked."""
         return self._group is None or self._group.leads
 
     def look_for(self, path: Path, of_rank_0: object = None) -> None:

@@ -126,8 +126,8 @@ def test_drifted_replica_is_named(seen: list[dict[str, Any]]) -> None:
 def test_ranks_that_call_different_things_are_told(seen: list[dict[str, Any]]) -> None:
     """Nobody hangs, nothing is written, and the next call that is the same for all works."""
     for found, again, newest in of(seen, "different_calls"):
-        assert found["error"] == "RankFailedError"
-        assert "it is saving step 3, and rank 0 is saving step 2" in found["text"]
+        assert found["error"] == "RanksDisagreeError"
+        assert "rank 0 for saving step 2, rank 1 for saving step 3" in found["text"]
         assert again["error"] is None
         assert newest == 4
 
