@@ -384,7 +384,7 @@ def _run(what: str, held: Held, group: Group, **options: Any) -> dict[int, BaseE
         component, _, name = key.partition(".")
         parts.setdefault(component, {})[name] = tensor
     alone = group.process_group is None
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack, torch.device("cpu"):  # the messages of the engine, too, are made there
         if (
             alone
         ):  # the engine warns that there is no group; filters are of all threads, so they are left alone otherwise

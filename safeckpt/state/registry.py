@@ -190,7 +190,7 @@ def _uncaptured_of_module(module: ModuleComponent, held: set[int]) -> Iterator[s
         yield f"{module.name}: its state_dict leaves out {_listed(left_out)} (trainable: requires_grad is True)"
     hooks = [state for one in module.outermost.modules() for _, state in getattr(one, "_comm_hooks", ())]
     for state in hooks:
-        if state is not None and getattr(state, "__dict__", None):
+        if hasattr(type(state), "__slots__") or getattr(state, "__dict__", None):  # a process group has neither
             yield (
                 f"{module.name}: the {class_name(state)} of its communication hook, such as the error feedback of "
                 "PowerSGD; the first steps after a resume differ"

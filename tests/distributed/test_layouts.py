@@ -1,0 +1,690 @@
+"""How ranks share a state: what each has of its own, what they hold together, and what is a part of something."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import safeckpt
+from tests.distributed import groups
+from tests.distributed.scenarios import caught, local, outcome, rank
+from tests.distributed.training import whole
+
+CASES: dict[str, Callable[[Path], Any]] = {}
+
+
+def case(function: Callable[[Path], Any]) -> Callable[[Path], Any]:
+    """Have a function run on both ranks of one group."""
+    CASES[function.__name__] = function
+    return function
+
+
+def _run_all(path: Path) -> dict[str, Any]:
+    found = {}
+    for name, function in CASES.items():
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            warnings.simplefilter("ignore", safeckpt.UncapturedStateWarning)
+            found[name] = function(path / name)
+        torch.distributed.barrier()
+    return found
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What both ranks saw in each case."""
+    return groups.results(2, _run_all, tmp_path_factory.mktemp("layouts"))
+
+
+def of(seen: list[dict[str, Any]], name: str) -> list[Any]:
+    return [one[name] for one in seen]
+
+
+def manager(path: Path, components: dict[str, Any], **options: Any) -> safeckpt.CheckpointManager:
+    return safeckpt.CheckpointManager(path, components, rank_timeout_seconds=20.0, lock_timeout_seconds=5.0, **options)
+
+
+def net(kind: str = "fsdp", mesh: Any = None, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    model: nn.Module = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3))
+    if kind == "ddp":
+        return DistributedDataParallel(model)
+    if kind == "fsdp":
+        fully_shard(model, **({} if mesh is None else {"mesh": mesh}))
+    return model
+
+
+def micro(model: nn.Module, number: int, *, rank_matters: bool = True) -> None:
+    """Add the gradients of one batch."""
+    generator = torch.Generator().manual_seed(10 * number + (rank() if rank_matters else 0))
+    model(torch.randn(5, 6, generator=generator)).square().sum().backward()
+
+
+def full(model: nn.Module) -> list[torch.Tensor]:
+    return [whole(p) for p in model.parameters()]
+
+
+def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+class Keeps:
+    """An object with a state of its own on each rank."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+# -- what each rank has of its own -------------------------------------------------------------------------------------
+
+
+def _own(number: int) -> dict[str, Any]:
+    """Return components of which rank 1's differ from rank 0's so that sums over them are equal, or texts of them."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2)
+    model.register_buffer("mask", torch.tensor([[1.0, 0, 0, 0], [0, 0, 1.0, 0]][number]))
+    signs = torch.ones(4, dtype=torch.float64)
+    signs[: 2 * number] = -1
+    array = np.zeros(2000)
+    array[1000] = number
+    noise = torch.Generator().manual_seed(7)
+    for _ in range(3 + 2 * number):
+        torch.rand(1, generator=noise)
+    return {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters()),
+        "order": Keeps(torch.randperm(100, generator=torch.Generator().manual_seed(number))),
+        "signs": Keeps(signs),
+        "array": Keeps(array),
+        "close": Keeps(np.array([1.0 + number * 1e-10])),
+        "empty": Keeps([[], {}][number]),
+        "view": Keeps(torch.arange(3_000_000)[number : number + 2]),
+        "counts": {"seen": torch.tensor([[5, 0, 0], [0, 5, 0]][number])},
+        "noise": noise,
+    }
+
+
+@case
+def own_state_with_equal_sums(path: Path) -> Any:
+    with manager(path, _own(rank())) as one:
+        size = one.save(1).size_bytes
+    wanted, parts = _own(rank()), _own(1 - rank())
+    with manager(path, parts) as one:
+        one.restore()
+    kept = {
+        name: np.array_equal(np.asarray(parts[name].value), np.asarray(wanted[name].value))
+        for name in ("order", "signs", "array", "close", "view")
+    }
+    kept["empty"] = parts["empty"].value == wanted["empty"].value
+    kept["counts"] = torch.equal(parts["counts"]["seen"], wanted["counts"]["seen"])
+    kept["buffer"] = torch.equal(parts["model"].mask, wanted["model"].mask)
+    kept["noise"] = torch.equal(torch.rand(1, generator=parts["noise"]), torch.rand(1, generator=wanted["noise"]))
+    return kept, size
+
+
+def test_own_state_is_never_taken_for_that_of_rank_0(seen: list[dict[str, Any]]) -> None:
+    """Permutations, sign flips, long arrays, empty containers, generators: each rank has its own back."""
+    for kept, size in of(seen, "own_state_with_equal_sums"):
+        assert [name for name, same in kept.items() if not same] == []
+        assert size < 200_000, "a view was sent with the memory around it"
+
+
+# -- copies ------------------------------------------------------------------------------------------------------------
+
+
+@case
+def copies_that_only_a_place_tells_apart(path: Path) -> Any:
+    found = {}
+    torch.manual_seed(0)
+    model = nn.Linear(4096, 64)
+    optimizer = torch.optim.SGD(model.parameters())
+    with manager(path, {"model": model, "optimizer": optimizer}, on_replica_drift="error") as one:
+        one.save(1)
+        for step, (name, harm) in enumerate(DRIFTS.items(), 2):
+            before = model.weight.detach().clone()
+            if rank() == 1:
+                with torch.no_grad():
+                    harm(model.weight)
+            found[name] = outcome(lambda step=step: one.save(step))["error"]
+            with torch.no_grad():
+                model.weight.copy_(before)
+    return found
+
+
+def _swap_rows(weight: torch.Tensor) -> None:
+    weight[[3, 40]] = weight[[40, 3]]
+
+
+def _swap_two(weight: torch.Tensor) -> None:
+    weight[0, [0, 2]] = weight[0, [2, 0]]
+
+
+def _flip_signs(weight: torch.Tensor) -> None:
+    weight[5, [1, 3]] *= -1  # the upper halves of two integers
+
+
+def _flip_columns(weight: torch.Tensor) -> None:
+    weight[:, 7] *= -1
+
+
+def _next_numbers(weight: torch.Tensor) -> None:
+    bits = weight.view(torch.int32)
+    bits[0, 0] += 1
+    bits[0, 2] -= 1
+
+
+DRIFTS = {one.__name__: one for one in (_swap_rows, _swap_two, _flip_signs, _flip_columns, _next_numbers)}
+
+
+def test_copies_in_another_order_have_drifted(seen: list[dict[str, Any]]) -> None:
+    """Swapped rows or elements, flipped signs, changes that a sum does not see."""
+    for found in of(seen, "copies_that_only_a_place_tells_apart"):
+        assert found == dict.fromkeys(DRIFTS, "ReplicaDriftError")
+
+
+@case
+def copies_never_equal(path: Path) -> Any:
+    model = net("none", seed=rank())
+    parts = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
+    with manager(path / "warn", parts) as one:
+        found = outcome(lambda: one.save(1))
+    with manager(path / "ignore", parts, on_replica_drift="ignore") as one:
+        return found, outcome(lambda: one.save(1))
+
+
+def test_copies_that_differ_at_the_first_save_are_an_error(seen: list[dict[str, Any]]) -> None:
+    """Nothing is lost yet, and what was never equal is no copy."""
+    for found, ignored in of(seen, "copies_never_equal"):
+        assert found["error"] == "ReplicaDriftError"
+        assert "wrap each rank's part" in found["text"]
+        assert ignored["error"] is None
+
+
+@case
+def parts_of_a_pipeline(path: Path) -> Any:
+    found = {}
+    stages = (nn.Sequential(nn.Linear(4, 4)), nn.ModuleDict({"head": nn.Linear(4, 2)}))
+    mine = stages[rank()]
+    kinds = {
+        "other tensors": {"stage": mine},
+        "other names": {f"stage{rank()}": mine},
+        "one sharded": {"stage": net("fsdp" if rank() else "none")},
+    }
+    for name, parts in kinds.items():
+        with manager(path / name, parts) as one:
+            found[name] = outcome(lambda one=one: one.save(1))
+    mine[0 if rank() == 0 else "head"].weight.data.fill_(rank() + 5)  # type: ignore[index, operator, union-attr]
+    wrapped = Keeps({key: tensor.clone() for key, tensor in mine.state_dict().items()})
+    with manager(path / "wrapped", {"stage": wrapped}) as one:
+        one.save(1)
+        wrapped.value = None
+        one.restore(step=1)
+    return found, {key: float(tensor.max()) for key, tensor in wrapped.value.items() if key.endswith("weight")}
+
+
+def test_parts_of_a_model_are_refused_and_wrapped_ones_saved(seen: list[dict[str, Any]]) -> None:
+    """A stage of a pipeline that only rank 0's would be kept of; the cure in the message works."""
+    for number, (found, wrapped) in enumerate(of(seen, "parts_of_a_pipeline")):
+        for name, refused in found.items():
+            assert refused["error"] == "UnsavableStateError", name
+            assert "state_dict and load_state_dict" in refused["text"]
+        assert wrapped == {("0.weight", "head.weight")[number]: number + 5.0}
+
+
+@case
+def hidden_parts(_: Path) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of its package
+        from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+    plain = nn.Linear(2, 2)
+    old = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
+    zero = ZeroRedundancyOptimizer(plain.parameters(), torch.optim.SGD, lr=0.1)
+    post = PostLocalSGDOptimizer(torch.optim.SGD(plain.parameters()), None)  # type: ignore[arg-type]
+    return [
+        outcome(lambda parts=parts: manager(Path("nowhere"), parts))
+        for parts in ({"model": old}, {"model": plain, "optimizer": zero}, {"model": plain, "optimizer": post})
+    ]
+
+
+def test_what_hides_its_parts_is_refused_by_name(seen: list[dict[str, Any]]) -> None:
+    """FSDP1, ZeroRedundancyOptimizer and optimizers that are none inside: at construction, with what to use instead."""
+    for found in of(seen, "hidden_parts"):
+        assert [one["error"] for one in found] == ["TypeError"] * 3
+        assert "fully_shard" in found[0]["text"]
+        assert "fully_shard(model) with a plain optimizer" in found[1]["text"]
+        assert "register the optimizer inside it" in found[2]["text"]
+
+
+# -- gradients of FSDP2 ------------------------------------------------------------------------------------------------
+
+
+@case
+def gradients_not_reduced(path: Path) -> Any:
+    def accumulate(model: Any, number: int) -> None:
+        model.set_requires_gradient_sync(number % 2 == 0)
+        micro(model, number)
+
+    def run(where: Path, between: str) -> tuple[Any, list[torch.Tensor]]:
+        model: Any = net()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        refused = None
+        with manager(where, {"model": model, "optimizer": optimizer}) as one:
+            accumulate(model, 1)
+            accumulate(model, 2)
+            optimizer.step()
+            optimizer.zero_grad()
+            one.save(1)
+            if between != "nothing":
+                accumulate(model, 3)
+                refused = outcome(lambda: one.save(2))
+                one.rollback(changed=True) if between == "rollback" else one.restore()
+            accumulate(model, 5)
+            accumulate(model, 6)
+            optimizer.step()
+        return refused, full(model)
+
+    _, wanted = run(path / "nothing", "nothing")
+    found = [run(path / between, between) for between in ("rollback", "restore")]
+    model: Any = net()
+    parts = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
+    with manager(path / "dropped", parts, grads=False) as one:
+        accumulate(model, 1)
+        dropped = outcome(lambda: one.save(1))
+    return [refused for refused, _ in found], [equal(wanted, after) for _, after in found], dropped
+
+
+def test_gradients_that_are_not_reduced_are_refused_and_cleared(seen: list[dict[str, Any]]) -> None:
+    """No `.grad` shows them: a save would lose them, and a rollback leave them behind."""
+    for refused, equal_again, dropped in of(seen, "gradients_not_reduced"):
+        for one in refused:
+            assert one["error"] == "UnsavableStateError"
+            assert "model.0.weight.grad" in one["text"]
+        assert equal_again == [True, True]
+        assert dropped["error"] is None
+
+
+@case
+def gradients_between_micro_steps(path: Path) -> Any:
+    found = {}
+    for foreach in (False, True):
+        for clears in ("zero", "none", "not"):
+            model = net()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=foreach)
+            parts = {"model": model, "optimizer": optimizer}
+            where = path / f"{foreach} {clears}"
+            with manager(where, parts) as one:
+                micro(model, 1)
+                optimizer.step()
+                if clears != "not":
+                    optimizer.zero_grad(set_to_none=clears == "none")
+                micro(model, 2)
+                one.save(1)
+                micro(model, 3)
+                optimizer.step()
+            again = net()
+            other = torch.optim.SGD(again.parameters(), lr=0.1, foreach=foreach)
+            with manager(where, {"model": again, "optimizer": other}) as one:
+                one.restore()
+            micro(again, 3)
+            other.step()
+            found[where.name] = equal(full(model), full(again))
+    return found
+
+
+def test_gradients_added_in_place_are_part_of_the_state(seen: list[dict[str, Any]]) -> None:
+    """FSDP2 adds to the local part of a gradient, so that the version of the DTensor stays what it was."""
+    for found in of(seen, "gradients_between_micro_steps"):
+        assert [name for name, same in found.items() if not same] == []
+
+
+@case
+def gradient_that_is_zero_on_one_rank(path: Path) -> Any:
+    def built() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))
+        fully_shard(model)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def embed(model: nn.Module, number: int) -> None:
+        generator = torch.Generator().manual_seed(number + rank())
+        model(torch.randint(0, 4, (6,), generator=generator)).square().mean().backward()
+
+    found = []
+    for background in (False, True):
+        model, optimizer = built()
+        where = path / str(background)
+        with manager(where, {"model": model, "optimizer": optimizer}, async_save=background) as one:
+            embed(model, 1)
+            one.save(1)
+            one.wait()
+            embed(model, 2)
+            optimizer.step()
+        again, other = built()
+        with manager(where, {"model": again, "optimizer": other}) as one:
+            one.restore()
+        embed(again, 2)
+        other.step()
+        found.append(equal(full(model), full(again)))
+    return found
+
+
+def test_gradient_of_which_one_rank_has_nothing_is_saved(seen: list[dict[str, Any]]) -> None:
+    """Rows of an embedding that were in no batch: what is pending is not decided by a rank's own part."""
+    assert of(seen, "gradient_that_is_zero_on_one_rank") == [[True, True]] * 2
+
+
+@case
+def save_after_evaluation(path: Path) -> Any:
+    """A forward pass leaves whole parameters in the modules; the optimizer is registered first."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    micro(model, 1)
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        model(torch.ones(2, 6))
+    with manager(path, {"optimizer": optimizer, "model": model}) as one:
+        with torch.no_grad():
+            model(torch.ones(2, 6))
+        one.save(1)
+    again = net()
+    other = torch.optim.Adam(again.parameters(), lr=0.1)
+    with torch.no_grad():
+        again(torch.ones(2, 6))
+    with manager(path, {"optimizer": other, "model": again}) as one:
+        restored = outcome(one.restore)
+    return restored, equal(full(model), full(again))
+
+
+def test_save_after_evaluation_knows_the_names(seen: list[dict[str, Any]]) -> None:
+    """Moments are saved under the names of their parameters, whatever stands in the modules."""
+    for restored, same in of(seen, "save_after_evaluation"):
+        assert restored["error"] is None, restored["text"]
+        assert same
+
+
+# -- the same calls with other arguments -------------------------------------------------------------------------------
+
+
+@case
+def other_arguments(path: Path) -> Any:
+    def parts() -> dict[str, Any]:
+        model = net("ddp")
+        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+    found: dict[str, Any] = {}
+    for name, options in {
+        "async_save": {"async_save": rank() == 0},
+        "grads": {"grads": None if rank() else False},
+        "save_every": {"save_every": 2 + rank()},
+    }.items():
+        with manager(path / name, parts(), **options) as one:  # type: ignore[arg-type]
+            found[name] = [outcome(lambda one=one: one.save(1)) for _ in range(2)]
+    with manager(path / "run", parts()) as one:
+        one.save(1)
+        one.save(2)
+        found["step"] = [outcome(lambda: one.restore(step=1 + rank()))]
+        found["only"] = [outcome(lambda: one.restore(only=("model",) if rank() else None))]
+        found["keep_live"] = [outcome(lambda: one.restore(keep_live=() if rank() else ("optimizer.lr",)))]
+        found["changed"] = [outcome(lambda: one.rollback(changed=rank() == 0))]
+        good = outcome(lambda: one.save(3))
+    return found, good
+
+
+def test_other_arguments_on_one_rank_are_told(seen: list[dict[str, Any]]) -> None:
+    """Each time, not only the first; the error names the argument, and the next call that is right works."""
+    for found, good in of(seen, "other_arguments"):
+        for name, outcomes in found.items():
+            for one in outcomes:
+                assert one["error"] == "RanksDisagreeError", (name, one)
+                assert f"{name}=" in one["text"]
+        assert good["error"] is None
+
+
+@case
+def modes_of_torch(path: Path) -> Any:
+    model = net()
+    parts = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    torch.set_default_device("meta")  # stands for "cuda": messages between ranks are made in host memory
+    try:
+        with manager(path / "device", parts) as one:
+            device = outcome(lambda: one.save(1))
+    finally:
+        torch.set_default_device(None)
+    with manager(path / "inference", parts) as one, torch.inference_mode():
+        inference = outcome(lambda: one.save(1))
+    return device, inference
+
+
+def test_default_device_and_inference_mode_do_not_matter(seen: list[dict[str, Any]]) -> None:
+    """A default device, and a save inside inference_mode."""
+    for found in of(seen, "modes_of_torch"):
+        assert [one["error"] for one in found] == [None, None], found
+
+
+@case
+def warnings_during_a_write(path: Path) -> Any:
+    """The writing thread must not touch the filters, which are those of all threads."""
+    from torch.distributed import checkpoint as engine
+
+    model = net()
+    real = engine.save
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        inside.append(time.monotonic())
+        while not go:
+            time.sleep(0.01)
+        return real(*arguments, **options)
+
+    inside: list[float] = []
+    go: list[bool] = []
+    engine.save = slow
+    try:
+        with manager(path, {"model": model}, async_save=True) as one:
+            one.save(1)
+            while not inside:
+                time.sleep(0.01)
+            filters = list(warnings.filters)
+            with warnings.catch_warnings(record=True) as given:
+                warnings.simplefilter("always")
+                warnings.warn("of the loop", UserWarning, stacklevel=1)
+                go.append(True)
+                one.wait()
+            return [str(warning.message) for warning in given], warnings.filters == filters
+    finally:
+        engine.save = real
+
+
+def test_write_in_the_background_leaves_warnings_alone(seen: list[dict[str, Any]]) -> None:
+    """A warning of the loop while a checkpoint is written is heard, and no filter is left behind."""
+    for given, same in of(seen, "warnings_during_a_write"):
+        assert given == ["of the loop"]
+        assert same
+
+
+@case
+def communication_hook(path: Path) -> Any:
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
+
+    model = net("ddp")
+    model.register_comm_hook(power.PowerSGDState(None), power.powerSGD_hook)  # type: ignore[operator]
+    parts = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    return caught(lambda: manager(path, parts))[1]
+
+
+def test_state_of_a_communication_hook_is_not_captured_and_told(seen: list[dict[str, Any]]) -> None:
+    """The error feedback of PowerSGD is another tensor on each rank, in no state_dict."""
+    for given in of(seen, "communication_hook"):
+        assert any("PowerSGDState of its communication hook" in text for text in given)
+
+
+# -- other kinds and numbers of ranks ----------------------------------------------------------------------------------
+
+
+class RowScales(torch.optim.SGD):
+    """Keeps plain state of another shape than the parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].setdefault("scale", torch.zeros(5)).add_(1)
+        return super().step(closure)
+
+
+def _save(path: Path, kind: str, pending: bool) -> Any:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "shard")) if kind == "hsdp" else None
+    model = net("fsdp" if kind == "hsdp" else kind, mesh)
+    optimizer = RowScales(model.parameters(), lr=0.1, momentum=0.9)
+    with manager(path, {"model": model, "optimizer": optimizer}) as one:
+        micro(model, 1, rank_matters=False)
+        optimizer.step()
+        optimizer.zero_grad()
+        if pending:
+            micro(model, 2, rank_matters=False)
+        one.save(1)
+    return _after(model, optimizer)
+
+
+def _after(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Take a step whose data is the same on every rank, so that the number of ranks does not matter."""
+    before = full(model)
+    micro(model, 3, rank_matters=False)
+    optimizer.step()
+    return [*before, *full(model), *(whole(one["momentum_buffer"]) for one in optimizer.state.values())]
+
+
+def _restore(path: Path, kind: str) -> Any:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "shard")) if kind == "hsdp" else None
+    model = net("fsdp" if kind == "hsdp" else kind, mesh, seed=5)
+    optimizer = RowScales(model.parameters(), lr=0.1, momentum=0.9)
+    parts = {"model": model, "optimizer": optimizer}
+    with warnings.catch_warnings(), manager(path, parts, keep_last=9) as one:
+        warnings.simplefilter("ignore")
+        one.restore()
+        found = _after(model, optimizer)
+        optimizer.zero_grad()
+        one.save(2)
+    return found
+
+
+@pytest.mark.parametrize("pending", [False, True], ids=["spent", "pending"])
+@pytest.mark.parametrize(
+    ("saved", "restored"),
+    [
+        (("ddp", 2), ("fsdp", 2)),
+        (("fsdp", 2), ("fsdp", 3)),
+        (("fsdp", 2), ("ddp", 3)),
+        pytest.param(("ddp", 2), ("fsdp", 3), marks=pytest.mark.campaign),
+        pytest.param(("none", 1), ("fsdp", 1), marks=pytest.mark.campaign),
+        pytest.param(("none", 1), ("hsdp", 4), marks=pytest.mark.campaign),
+        pytest.param(("fsdp", 2), ("hsdp", 4), marks=pytest.mark.campaign),
+        pytest.param(("hsdp", 4), ("none", 1), marks=pytest.mark.campaign),
+        pytest.param(("ddp", 2), ("ddp", 3), marks=pytest.mark.campaign),
+    ],
+    ids=lambda one: f"{one[0]}{one[1]}",
+)
+def test_state_moves_between_kinds_and_numbers_of_ranks(
+    tmp_path: Path, saved: tuple[str, int], restored: tuple[str, int], pending: bool
+) -> None:
+    """Weights, moments, plain state of other shapes, pending gradients: the next step is that of the saved run."""
+    wanted = groups.results(saved[1], _save, tmp_path, saved[0], pending)[0]
+    for found in groups.results(restored[1], _restore, tmp_path, restored[0]):
+        for number, (a, b) in enumerate(zip(wanted, found, strict=True)):
+            if number < 4:
+                assert torch.equal(a, b)
+            else:
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)  # sums over ranks in another order
+
+
+def _no_sync(path: Path, saves: bool) -> Any:
+    model: Any = net("ddp")
+    parts = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    with manager(path, parts) as one:
+        if not saves:
+            return outcome(one.restore), [p.grad is None for p in model.parameters()]
+        with model.no_sync():
+            micro(model, 1)
+        return outcome(lambda: one.save(1)), None
+
+
+def test_gradients_of_each_rank_are_for_that_number_of_ranks(tmp_path: Path) -> None:
+    """Of an accumulation under no_sync nothing exact can be made for other ranks: refused, and nothing changed."""
+    groups.results(2, _no_sync, tmp_path, True)
+    same = groups.results(2, _no_sync, tmp_path, False)
+    assert [found["error"] for found, _ in same] == [None, None]
+    assert not any(none for _, without in same for none in without)
+    for found, without in groups.results(3, _no_sync, tmp_path, False):
+        assert found["error"] == "StateMismatchError"
+        assert "another one on each of 2 ranks" in found["text"]
+        assert all(without)
+
+
+def _drifted_hsdp(path: Path) -> Any:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "shard"))
+    model = net("fsdp", mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with manager(path, {"model": model, "optimizer": optimizer}) as one:
+        one.save(1)
+        if rank() >= 2:
+            with torch.no_grad():
+                for p in model.parameters():
+                    local(p).add_(1.0)
+        mine = full(model)
+        given = caught(lambda: one.save(2))[1]
+    return mine, given
+
+
+def test_copies_of_shards_that_drifted_are_not_mixed(tmp_path: Path) -> None:
+    """The ranks share the work of writing copies; when these differ, the checkpoint is the first copy, all of it."""
+    (mine, given), *_ = groups.results(4, _drifted_hsdp, tmp_path)
+    assert any("ReplicaDriftWarning" in text for text in given)
+    state = safeckpt.load(tmp_path / "step-00000002")["model"]
+    assert equal(list(state.values()), mine)
+
+
+# -- groups that go ----------------------------------------------------------------------------------------------------
+
+
+def _destroyed(path: Path) -> Any:
+    model = net()
+    parts = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    one = manager(path, parts)
+    one.save(1)
+    store = torch.distributed.distributed_c10d._get_default_store()
+    number, size = rank(), torch.distributed.get_world_size()
+    torch.distributed.destroy_process_group()
+    gone = outcome(lambda: one.save(2))
+    again = torch.distributed.PrefixStore("again", store)
+    torch.distributed.init_process_group("gloo", store=again, rank=number, world_size=size)
+    ddp = net("ddp")  # sharded objects belong to the group that is gone
+    other = manager(path / "other", {"model": ddp, "optimizer": torch.optim.SGD(ddp.parameters(), lr=0.1)})
+    with contextlib.closing(other):
+        fresh = outcome(lambda: other.save(1))
+    return gone, fresh, outcome(one.close)
+
+
+def test_group_that_was_destroyed_is_told(tmp_path: Path) -> None:
+    """What to call first is in the message; a group that is made again is used."""
+    for gone, fresh, closed in groups.results(2, _destroyed, tmp_path):
+        assert gone["error"] == "GroupDestroyedError"
+        assert "before torch.distributed.destroy_process_group()" in gone["text"]
+        assert fresh["error"] is None
+        assert closed["error"] is None
