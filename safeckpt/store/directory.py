@@ -50,6 +50,7 @@ class CheckpointDirectory:
         self.path = Path(path).absolute()
         self.events = EventLog(self.path / names.EVENTS)
         self.losses = LossLog(self.path / names.LOSSES)
+        self._undeleted: set[Path] = set()  # temporary directories that could not be deleted yet
 
     def create(self) -> None:
         """Make the directory and its missing parents, durably; one that is there is left as it is.
@@ -138,6 +139,8 @@ class CheckpointDirectory:
             OSError: It cannot be made.
         """
         self._refuse_existing(step)
+        for left in list(self._undeleted):
+            self._remove_tree(left)
         path = self.path / names.temp_name(names.folder_name(step))
         disk.make_directory(path)
         return path
@@ -277,9 +280,13 @@ class CheckpointDirectory:
     def _remove_tree(self, path: Path) -> bool:
         try:
             disk.remove_tree(path)
+        except FileNotFoundError:
+            pass
         except OSError as error:
-            _warn(f"{path} could not be deleted: {error}. It is removed when the directory is next taken for writing.")
+            self._undeleted.add(path)
+            _warn(f"{path} could not be deleted: {error}. It is tried again at the next save.")
             return False
+        self._undeleted.discard(path)
         return True
 
 
