@@ -139,6 +139,7 @@ class CheckpointDirectory:
             OSError: It cannot be made.
         """
         self._refuse_existing(step)
+        freeing.wait()
         for left in list(self._undeleted):
             self._remove_tree(left)
         path = self.path / names.temp_name(names.folder_name(step))
@@ -279,7 +280,7 @@ class CheckpointDirectory:
 
     def _remove_tree(self, path: Path) -> bool:
         try:
-            disk.remove_tree(path)
+            freeing.delete_tree(path)
         except FileNotFoundError:
             pass
         except OSError as error:
