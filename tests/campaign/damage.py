@@ -24,6 +24,7 @@ from tests.file.same import assert_same
 from tests.file.states import trained, written
 
 PAGE = 4096
+SHARDED = Path(__file__).parents[1] / "golden" / "format-1-torch-2.13.0-fsdp" / "step-00000003"
 Change = tuple[str, int, bytes]  # what it is called, where, and the bytes that are there afterwards
 
 
@@ -240,7 +241,55 @@ def run(scale: Scale, seed: int) -> Outcome:
             outcome.tried = tried
             outcome.figures["harmless"] -= 1  # the file as it was: it loads, and is no fault
         by_manager(Path(folder) / "run", 1500 if full else 100, chance, outcome)
+        by_directory(Path(folder) / "sharded", scale, chance, outcome)
     return outcome
+
+
+def by_directory(folder: Path, scale: Scale, chance: random.Random, outcome: Outcome) -> None:
+    """Damage each file of a sharded checkpoint: verify and load refuse the whole of it, whichever file it is."""
+    shutil.copytree(SHARDED, folder)
+    want = safeckpt.load(folder)
+    names = sorted(path.name for path in folder.iterdir())
+    data = {name: (folder / name).read_bytes() for name in names}
+
+    def judge(what: str) -> None:
+        outcome.tried += 1
+        read = (safeckpt.verify, safeckpt.load)[outcome.tried % 2]
+        try:
+            got = read(folder)
+        except LoadError:
+            return
+        try:
+            assert_same(got if read is safeckpt.load else safeckpt.load(folder), want)
+        except (AssertionError, LoadError):
+            outcome.undetected.append(f"sharded: {what}: passed for good")
+        else:
+            outcome.figures["harmless"] += 1
+
+    for name, content in data.items():
+        path = folder / name
+        for at in (
+            range(chance.randrange(3), len(content), 3) if scale == "full" else chance.sample(range(len(content)), 40)
+        ):
+            changed = bytearray(content)
+            changed[at] ^= 1 << chance.randrange(8)
+            path.write_bytes(changed)
+            judge(f"byte {at} of {name}")
+        for length in range(0, len(content), len(content) // (500 if scale == "full" else 10)):
+            path.write_bytes(content[:length])
+            judge(f"{name} cut to {length} bytes")
+        for other in names:
+            if data[other] != content:
+                path.write_bytes(data[other])
+                judge(f"{other} in the place of {name}")
+        for extra in (b"\0", b"x" * PAGE, content):
+            path.write_bytes(content + extra)
+            judge(f"{name} with {len(extra)} bytes more")
+        path.unlink()
+        judge(f"{name} missing")
+        path.write_bytes(content)
+    (folder / "__7_0.distcp").write_bytes(data[names[1]])  # nobody's: nothing refers to it
+    assert_same(safeckpt.load(folder), want)
 
 
 def by_manager(folder: Path, count: int, chance: random.Random, outcome: Outcome) -> None:
