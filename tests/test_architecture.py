@@ -44,8 +44,7 @@ RENAMES_SYNCS_UNLINKS = {
 
 def part_of(path):
     """Return the first name below the package: a subpackage or a module."""
-    first = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    return "loader" if first.startswith("_loader") else first
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
 def imports_of(path):
@@ -78,9 +77,8 @@ def test_module_imports_only_downward(path):
     for _, other in imports_of(path):
         if other is None:
             continue
-        other_part = "loader" if other.startswith("_loader") else other
-        if other_part != part:
-            assert RANKS[other_part] < RANKS[part], f"{path.name} ({part}) imports {other}"
+        if other != part:
+            assert RANKS[other] < RANKS[part], f"{path.name} ({part}) imports {other}"
 
 
 @pytest.mark.parametrize("path", sorted((PACKAGE / "store").rglob("*.py")), ids=lambda path: path.name)

@@ -179,7 +179,7 @@ def test_datasets_made_of_datasets_resume(make_dataset):
 
 def test_torchs_own_datasets_are_fetched_without_touching_any_stream(monkeypatch):
     """Where nothing can draw nothing is seeded, and the batches are those of the bare DataLoader."""
-    from safeckpt import _loader_fetch
+    from safeckpt.loader import fetch
 
     data = TensorDataset(torch.arange(12), torch.arange(12) * 2)
     parts = ConcatDataset([Subset(data, [3, 1, 2]), data])
@@ -189,7 +189,7 @@ def test_torchs_own_datasets_are_fetched_without_touching_any_stream(monkeypatch
     def fail():
         raise AssertionError
 
-    monkeypatch.setattr(_loader_fetch, "save_streams", fail)
+    monkeypatch.setattr(fetch, "save_streams", fail)
     torch.testing.assert_close(list(loader), bare)
     with pytest.raises(AssertionError):
         list(ResumableLoader(DataLoader(Subset(Augmented(), [1]), collate_fn=default_collate)))

@@ -161,8 +161,8 @@ def test_reaching_a_position_reads_no_sample():
 
 def _generator_of(loader):
     """Seed as RandomSampler does, from the private stream of epoch 0."""
-    from safeckpt._loader_sources import _ORDER, _seed_for
-    from safeckpt._loader_streams import PrivateStreams
+    from safeckpt.loader.sources import _ORDER, _seed_for
+    from safeckpt.loader.streams import PrivateStreams
 
     streams = PrivateStreams(_seed_for(_ORDER, loader.seed, 0))
     return seeded(streams.run(lambda: int(torch.empty((), dtype=torch.int64).random_().item())))

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from safeckpt import _loader_streams
-from safeckpt._loader_streams import PrivateStreams, mix, restore_streams, save_streams, seed_streams
+from safeckpt.loader import streams
+from safeckpt.loader.streams import PrivateStreams, mix, restore_streams, save_streams, seed_streams
 
 
 def positions():
@@ -41,9 +41,9 @@ def spend(kind):
 @pytest.mark.parametrize("before", ["fresh", "half a pair kept", "end of a block"])
 def test_streams_saved_and_restored_are_where_they_were(before, fast, monkeypatch):
     """Saving moves nothing, and restoring undoes any draws, a kept half of a pair of normals included."""
-    assert _loader_streams._PYTHON_MEMORY is not None
+    assert streams._PYTHON_MEMORY is not None
     if not fast:
-        monkeypatch.setattr(_loader_streams, "_PYTHON_MEMORY", None)
+        monkeypatch.setattr(streams, "_PYTHON_MEMORY", None)
     spend(before)
     here = positions()
     saved = save_streams()

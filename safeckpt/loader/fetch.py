@@ -24,8 +24,8 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from safeckpt._loader_generators import find_generators, reseed
-from safeckpt._loader_streams import mix, restore_streams, save_streams, seed_streams
+from safeckpt.loader.generators import find_generators, reseed
+from safeckpt.loader.streams import mix, restore_streams, save_streams, seed_streams
 from safeckpt.state.generators import GeneratorComponent
 
 __all__ = ["IterableFetch", "MapFetch", "StartWorker", "inner_loader"]
@@ -219,6 +219,7 @@ class StartWorker:
         self._worker_init_fn = worker_init_fn
 
     def __call__(self, worker_id: int) -> None:
+        """Set a worker up, with the user's own dataset in its place."""
         info: Any = get_worker_info()
         object.__setattr__(info, "dataset", info.dataset.dataset)  # frozen, and many functions configure it there
         if self._worker_init_fn is not None:

@@ -19,9 +19,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from safeckpt._loader_generators import find_generators
-from safeckpt._loader_streams import PrivateStreams
 from safeckpt.errors import StateMismatchError, UncapturedStateWarning
+from safeckpt.loader.generators import find_generators
+from safeckpt.loader.streams import PrivateStreams
 from safeckpt.state.component import Captured
 from safeckpt.state.generators import GeneratorComponent
 

@@ -18,10 +18,10 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, MapDataPipe
 
-from safeckpt._loader_fetch import IterableFetch, MapFetch, inner_loader
-from safeckpt._loader_inputs import describe_dataloader, describe_loader, rank_of
-from safeckpt._loader_order import EpochOrder, sampler_chain
-from safeckpt._loader_streams import PrivateStreams, mix, restore_streams, save_streams, seed_streams
+from safeckpt.loader.fetch import IterableFetch, MapFetch, inner_loader
+from safeckpt.loader.inputs import describe_dataloader, describe_loader, rank_of
+from safeckpt.loader.order import EpochOrder, sampler_chain
+from safeckpt.loader.streams import PrivateStreams, mix, restore_streams, save_streams, seed_streams
 from safeckpt.state.component import class_name
 
 __all__ = ["INSIDE", "LEFT", "OUTSIDE", "Source", "make_source"]

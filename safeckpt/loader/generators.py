@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from safeckpt._loader_streams import mix
+from safeckpt.loader.streams import mix
 from safeckpt.state.generators import GeneratorComponent
 
 __all__ = ["find_generators", "reseed"]

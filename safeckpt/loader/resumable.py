@@ -1,9 +1,4 @@
-"""ResumableLoader: a DataLoader that can go on in the middle of an epoch, bit for bit.
-
-What is where: this module keeps the position; `_loader_sources` knows how to begin an epoch anywhere;
-`_loader_order` draws indices, `_loader_fetch` reads samples, `_loader_inputs` compares and converts;
-`_loader_streams` and `_loader_generators` keep random numbers apart.
-"""
+"""The wrapper around a DataLoader that keeps its position."""
 
 from __future__ import annotations
 
@@ -14,9 +9,9 @@ from typing import Any
 
 import torch
 
-from safeckpt._loader_inputs import CONVERTIBLE, compare, convert
-from safeckpt._loader_sources import INSIDE, LEFT, OUTSIDE, MapSource, logger, make_source
 from safeckpt.errors import StateMismatchError
+from safeckpt.loader.inputs import CONVERTIBLE, compare, convert
+from safeckpt.loader.sources import INSIDE, LEFT, OUTSIDE, MapSource, logger, make_source
 from safeckpt.state.tree import copy_tree
 
 __all__ = ["ResumableLoader"]
