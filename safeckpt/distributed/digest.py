@@ -23,7 +23,7 @@ SHARDED = "sharded "  # with what the layout of such a tensor begins
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _EXACT = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
 _SMALL_BYTES = 16 << 10  # hashed as it is
-_FACTORS = 1 << 20  # integers that are summed up at a time
+_FACTORS = 1 << 17  # integers that are summed up at a time: they and their products stay in the cache
 
 
 def exact_digest_of(tree: Any) -> str:
