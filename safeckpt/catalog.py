@@ -191,11 +191,27 @@ class Catalog:
             return False
         return known[1]
 
-    def wrote(self, step: int) -> None:
-        """Note that this process has just written the file of a step, so that nobody has to read it to know."""
+    def is_good_part(self, step: int, part: int, parts: int) -> bool:
+        """Tell whether one of some equal parts of a sharded checkpoint is good."""
+        try:
+            with self.opened(self.directory.path_of(step), step, part, parts):
+                return True
+        except (LoadError, OSError):
+            return False
+
+    def knows(self, step: int) -> bool:
+        """Tell whether a step's file was read, or written by this process, and has not changed since."""
         path = self.directory.path_of(step)
-        with contextlib.suppress(OSError):
-            _remember(self._verdicts, path, (_identity(path), True))
+        try:
+            return path in self._verdicts and self._verdicts[path][0] == _identity(path)
+        except (DamagedCheckpointError, OSError):
+            return False
+
+    def judged(self, step: int, *, good: bool = True) -> None:
+        """Note that the file of a step was read, or that this process has just written it: nobody has to read it."""
+        path = self.directory.path_of(step)
+        with contextlib.suppress(OSError, DamagedCheckpointError):
+            _remember(self._verdicts, path, (_identity(path), good))
 
     def forget(self, path: Path) -> None:
         """Drop what is remembered of a file that was deleted: a long run deletes very many."""

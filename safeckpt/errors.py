@@ -615,18 +615,27 @@ class GroupDestroyedError(GroupError, RuntimeError):
 
 
 class DirectoryNotSharedError(GroupError, FileNotFoundError):
-    """A rank does not see what rank 0 wrote: the directory is not one directory for all of them.
+    """A rank does not see what rank 0 wrote, or something else: the directory is not one directory for all of them.
 
     Attributes:
         directory: The directory.
     """
 
     def __init__(
-        self, *, directory: object, rank: int, name: str, waited_seconds: float, of_rank_0: object = None
+        self,
+        *,
+        directory: object,
+        rank: int,
+        name: str,
+        waited_seconds: float = 0.0,
+        of_rank_0: object = None,
+        differs: bool = False,
     ) -> None:
         super().__init__(
-            f"Rank {rank} does not see {name}, which rank 0 has made in {of_rank_0 or directory}, in its own directory "
-            f"{directory}, for {waited_seconds:g} seconds.",
+            f"{name} of rank {rank} is another one than that of rank 0, in {directory}."
+            if differs
+            else f"Rank {rank} does not see {name}, which rank 0 has made in {of_rank_0 or directory}, in its own "
+            f"directory {directory}, for {waited_seconds:g} seconds.",
             "every checkpoint that was committed before.",
             "give all ranks one directory on a file system that their nodes share (a local disk in each node is none), "
             "and use several managers in the same order on every rank: each is for all ranks of the process group.",

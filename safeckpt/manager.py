@@ -106,7 +106,7 @@ class CheckpointManager:
     ) -> None:
         files = CheckpointDirectory(directory)
         lock = WriterLock(directory, lock_timeout_seconds)
-        settings = {
+        settings: dict[str, Any] = {
             "keep_last": keep_last,
             "keep_every": keep_every,
             "save_every": save_every,
@@ -115,6 +115,7 @@ class CheckpointManager:
             "max_rollbacks": max_rollbacks,
             "on_replica_drift": on_replica_drift,
             "agree_every": agree_every,
+            "components": {},
         }
         self._run = Timeline(files, lock, SaveSchedule(save_every), checked_seconds(rank_timeout_seconds), settings)
         pruning = Pruning(files, self._run.catalog, keep_last, keep_best, keep_every)
@@ -131,6 +132,7 @@ class CheckpointManager:
         if isinstance(agree_every, bool) or not isinstance(agree_every, int) or agree_every < 1:
             raise ValueError(f"agree_every must be an int, 1 or more; got {agree_every!r}")
         self._components = register(components)
+        settings["components"] = {name: component.kind for name, component in self._components.items()}
         self._replay = Replay(files.losses, on_replay_mismatch, self._run.event, lambda: self._run.lock.held)
         if progress is not None and not callable(progress):
             raise TypeError(f"progress must be callable as progress(what, done_bytes, total_bytes); got {progress!r}")
@@ -180,15 +182,25 @@ class CheckpointManager:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        untold = self._saver.untold
+        self._close()
+        if kind is None and untold is not None:
+            raise untold
 
     def close(self) -> None:
         """Finish what is pending and give the directory's lock and the signal handlers back. May be called twice.
 
         Raises:
-            BaseException: What a write in the background has raised; the manager is closed all the same.
+            BaseException: What a write in the background has raised, or what this rank has refused since the ranks met
+                last; the manager is closed all the same.
         """
+        untold = self._saver.untold
+        self._close()
+        if untold is not None:
+            raise untold
+
+    def _close(self) -> None:
         try:
             self.wait()
         finally:
@@ -340,12 +352,13 @@ class CheckpointManager:
         if step is not None:
             step = checked_step(step)
         self.wait()
-        there = run.files.steps()
+        there = run.files.steps() if run.leads else []
         rejected: dict[Path, str] = {}
         found = self._restorer.restored(step, only, keep_live, rejected)
         if found is None:
             return None
         checkpoint, ready, resized = found
+        self._saver.restored()
         whole = only is None or set(self._components) <= set(only)
         if whole:
             run.adopt(checkpoint, there)
@@ -416,7 +429,7 @@ class CheckpointManager:
         group = run.group
         failing, why = group.together("rolling back", begun, decided)
         changes = changed or skip_batches > 0
-        there = run.files.steps()
+        there = run.files.steps() if run.leads else []
         rejected: dict[Path, str] = {}
         source = "memory"
         found = self._restorer.restored_from_memory(self._saver.copied)
@@ -431,6 +444,7 @@ class CheckpointManager:
         run.adopt(checkpoint, there)
         if run.leads:
             self._replay.restored(checkpoint.step, same=not changes)
+        self._saver.restored()
         run.rollbacks.append((failing, changes))
         run.half_restored = False
         group.together("setting aside", lambda: run.enter_directory() if run.leads and run.left else None)

@@ -115,6 +115,18 @@ class Pruning:
             warnings.warn(text, SafeckptWarning, stacklevel=4)
             return []
 
+    def unread(self, saving: int) -> list[int]:
+        """Return the steps that `prune` would have to read before it deletes, when this step is saved; newest first."""
+        asked: list[int] = []
+
+        def is_good(step: int) -> bool:
+            if step != saving and not self._catalog.knows(step):
+                asked.append(step)
+            return True  # as nearly all of them are; what else has to be read then, is read by one process
+
+        to_prune(sorted({*self._files.steps(), saving}), self._policies, is_good=is_good)
+        return asked
+
     def _prune(self) -> list[int]:
         steps, asides = self._files.steps_and_asides()
         pruned = [

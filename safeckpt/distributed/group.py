@@ -286,10 +286,14 @@ def _packed(error: BaseException) -> _Packed:
 def _unpacked(what: str, rank: int | None, packed: _Packed) -> BaseException:
     """Return an error of another rank as one of this rank, which names the other in its text."""
     type_name, text, data = packed
+    other = RankFailedError(what=what, rank=0 if rank is None else rank, type_name=type_name, reason=text or "no text")
     if data is not None:
-        error = pickle.loads(data)  # from a process of this very job
+        try:
+            error: BaseException = pickle.loads(data)  # from a process of this very job
+        except (TypeError, AttributeError, ValueError, LookupError, pickle.UnpicklingError):
+            return other  # made from other arguments than it keeps
         if rank is None:
-            return cast("BaseException", error)
+            return error
         prefix = f"On rank {rank}: "
         if isinstance(error, SafeckptError):
             error.args = (prefix + text,)
@@ -299,6 +303,6 @@ def _unpacked(what: str, rank: int | None, packed: _Packed) -> BaseException:
             error.strerror = prefix + str(error.strerror)
             error.args = (error.errno, error.strerror)
             return error
-        if isinstance(error, ValueError | TypeError | errors.SafeckptWarning):
+        if type(error) in (ValueError, TypeError) or isinstance(error, errors.SafeckptWarning):
             return type(error)(prefix + text)
-    return RankFailedError(what=what, rank=0 if rank is None else rank, type_name=type_name, reason=text or "no text")
+    return other

@@ -249,7 +249,9 @@ def payload_for(
 def _overlay(result: dict[str, Any], own: dict[str, Any], mine: Mapping[str, Any]) -> None:
     own["rng"] = mine["rng"]
     own["environment"] = mine.get("environment", own["environment"])
-    own["gradients"] = {**own["gradients"], **mine.get("gradients", {})}
+    if "gradients" in mine:  # also where it has none and rank 0 has one; the parts of sharded ones are place holders
+        sharded = {name: grad for name, grad in own["gradients"].items() if not isinstance(grad, torch.Tensor)}
+        own["gradients"] = {**sharded, **mine["gradients"]}
     own["components"] = {**own["components"], **mine.get("records", {})}
     result.update(mine.get("states", {}))
     for name, buffers in mine.get("buffers", {}).items():

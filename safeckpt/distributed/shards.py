@@ -20,6 +20,8 @@ from safeckpt.distributed.group import Group
 from safeckpt.errors import DamagedCheckpointError, LoadError, UnsavableStateError
 from safeckpt.file import INDEX, CheckpointFolder, ShardFile
 from safeckpt.state import RESERVED_KEY, Component
+from safeckpt.state.fsdp import reshard
+from safeckpt.state.generators import RngStreams
 from safeckpt.state.tree import join, map_tensors, named_tensors
 
 __all__ = [
@@ -51,11 +53,12 @@ def shards_of(payload: Mapping[str, Any]) -> list[str]:
     return [name for name, *_ in payload[RESERVED_KEY].get("files", ())]
 
 
-def split(payload: Mapping[str, Any]) -> tuple[dict[str, Any], Held]:
-    """Return the payload with place holders, and the tensors they stand for.
+def split(payload: Mapping[str, Any], *, leads: bool) -> tuple[dict[str, Any], Held]:
+    """Return the payload with place holders, and the tensors they stand for that this rank has to write.
 
-    Every sharded tensor goes to the engine, and of rank 0 every other tensor of a module. Other small things, such as
-    an optimizer's step counts, stay.
+    Every sharded tensor goes to the engine, and of rank 0 every other tensor of a module: of what is not sharded the
+    engine would take any rank's copy, and it is rank 0's that counts. Other small things, such as an optimizer's step
+    counts, stay.
 
     Raises:
         UnsavableStateError: A sharded tensor is where no name could find it again.
@@ -78,7 +81,15 @@ def split(payload: Mapping[str, Any]) -> tuple[dict[str, Any], Held]:
                 reason="sharded tensors are saved as parameters and buffers of modules and in the state of optimizers",
                 cure="keep it in a registered module, or save full_tensor().",
             )
-    return skeleton, held
+    for key, tensor in held.items():
+        if any(placement.is_partial() for placement in getattr(tensor, "placements", ())):
+            raise UnsavableStateError(
+                location=key,
+                type_name="DTensor",
+                reason="each rank has a summand of it, and the sum is not made yet",
+                cure="redistribute() it before the save.",
+            )
+    return skeleton, held if leads else {key: one for key, one in held.items() if hasattr(one, "to_local")}
 
 
 def _namer(name: str, state: Any, record: Mapping[str, Any], *, everything: bool = False) -> dict[int, str]:
@@ -89,7 +100,9 @@ def _namer(name: str, state: Any, record: Mapping[str, Any], *, everything: bool
             optimizer cannot tell how it has to lie.
     """
     if record["kind"] == "module":
-        return {id(value): join(name, key) for key, value in state.items() if isinstance(value, torch.Tensor)}
+        # One that is expanded stays: its memory is smaller than what it claims.
+        tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+        return {id(value): join(name, key) for key, value in tensors.items() if everything or not _is_expanded(value)}
     if record["kind"] != "optimizer" or not isinstance(state, dict) or "param_groups" not in state:
         return {}
     found: dict[int, str] = {}
@@ -108,6 +121,13 @@ def _namer(name: str, state: Any, record: Mapping[str, Any], *, everything: bool
             if sharded or everything or value.numel() > 1:
                 found[id(value)] = where
     return found
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    plain = (
+        tensor.layout is torch.strided and not hasattr(tensor, "to_local") and not torch.nn.parameter.is_lazy(tensor)
+    )
+    return plain and tensor.numel() > 1 and 0 in tensor.stride()
 
 
 def _numbered(state: Mapping[str, Any], record: Mapping[str, Any]) -> Iterator[tuple[Any, str]]:
@@ -192,8 +212,11 @@ def _part_of(tensor: torch.Tensor, live: Any) -> torch.Tensor:
 def _live_layouts(payload: Mapping[str, Any], components: Mapping[str, Component]) -> dict[str, torch.Tensor]:
     """Return for every key a live tensor that lies as the one under it has to."""
     layouts: dict[str, torch.Tensor] = {}
+    reshard(components)
+    with RngStreams.untouched():
+        all_captured = {name: component.capture() for name, component in components.items()}
     for name, component in components.items():
-        captured = component.capture()
+        captured = all_captured[name]
         record = {"kind": component.kind, **captured.record}
         if record["kind"] == "module":
             layouts.update((join(name, key), one) for key, one in captured.state.items())
@@ -221,6 +244,7 @@ def whole(payload: Mapping[str, Any], folder: CheckpointFolder, device: Any = No
     Raises:
         DamagedCheckpointError: A tensor is not in it, or the index claims more than is there.
     """
+    folder.check_structure()  # which looks at the size of the files
     here = torch.device("cpu" if device is None else device)
     first = torch.device("meta") if here.type == "meta" else torch.device("cpu")
     claimed = 0
@@ -336,8 +360,6 @@ def write_shards(
     """
     from safeckpt.distributed.storage import ShardWriter, planner_of  # noqa: PLC0415 - large, and needed only for shards
 
-    if not group.leads:  # of what is not sharded the engine would take any rank's copy, and it is rank 0's that counts
-        held = {key: tensor for key, tensor in held.items() if hasattr(tensor, "to_local")}
     writer = ShardWriter(place, write_inside)
     failures = _run("save", held, group, storage_writer=writer, planner=planner_of(drifted=drifted))
     if group.rank in failures:
@@ -361,6 +383,8 @@ def read_shards(held: Held, place: Path, group: Group, names: Collection[str]) -
 
     reader = ShardReader(place, names)
     failures = _run("load", held, group, storage_reader=reader)
+    if reader.error is not None:
+        raise reader.error
     for _, error in sorted(failures.items()):
         if isinstance(error, (OSError, LoadError)):
             raise error

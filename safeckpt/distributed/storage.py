@@ -86,6 +86,10 @@ class ShardWriter(FileSystemWriter):
         self._write_inside = write_inside
         self.written: list[ShardFile] = []
 
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan as it is; the directory was made by who commits it."""
+        return plan
+
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the parts of a plan; a rank that has none writes no file."""
         prefix: _StoragePrefix = plan.storage_data
@@ -130,7 +134,9 @@ def _tensor_of(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
     data = planner.resolve_data(item)
     if not isinstance(data, torch.Tensor):
         raise TypeError(f"{item.index.fqn} is no tensor")
-    return data.detach()
+    data = data.detach()
+    # Expanded, a file would hold less than the tensor claims.
+    return data.contiguous() if data.layout is torch.strided and data.numel() > 1 and 0 in data.stride() else data
 
 
 class ShardReader(FileSystemReader):
@@ -142,6 +148,7 @@ class ShardReader(FileSystemReader):
 
     Attributes:
         filled: Key to the number of elements that were read for it.
+        error: Why the metadata could not be read.
     """
 
     def __init__(self, place: Path, names: Collection[str]) -> None:
@@ -149,16 +156,22 @@ class ShardReader(FileSystemReader):
         self._place = place
         self._names = frozenset(names)
         self.filled: defaultdict[str, int] = defaultdict(int)
+        self.error: OSError | DamagedCheckpointError | None = None
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self) -> Metadata:  # whoever takes more arguments is asked for metadata of this rank alone
         """Return what is in the directory; nothing is executed.
 
         Raises:
+            OSError: It could not be read; kept in `error`, since the engine makes something else of it.
             DamagedCheckpointError: It cannot be read, or asks for something that no metadata holds.
         """
         if _METADATA not in self._names:
             self._refuse(f"its {_METADATA} does not belong to it")
-        metadata = _Unpickler(self._place / _METADATA).metadata()
+        try:
+            metadata = _Unpickler(self._place / _METADATA).metadata()
+        except (OSError, DamagedCheckpointError) as error:
+            self.error = error
+            raise
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
 

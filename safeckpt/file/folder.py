@@ -106,6 +106,11 @@ class CheckpointFolder:
     ) -> None:
         self.close()
 
+    @property
+    def root(self) -> str | None:
+        """The digest of the index, which covers those of all other files."""
+        return self.index.root
+
     def close(self) -> None:
         """Close the index."""
         self.index.close()

@@ -81,6 +81,11 @@ class CheckpointFile:
     ) -> None:
         self.close()
 
+    @property
+    def root(self) -> str | None:
+        """The digest in its trailer; None for a file that plain torch wrote."""
+        return None if self.trailer is None else self.trailer.root
+
     def close(self) -> None:
         """Close the file, if it was given by path."""
         self._source.close()

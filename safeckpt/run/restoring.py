@@ -20,6 +20,7 @@ from safeckpt.distributed import Held, in_group, laid_out, payload_for, read_sha
 from safeckpt.errors import (
     CheckpointNotFoundError,
     DamagedCheckpointError,
+    DirectoryNotSharedError,
     EnvironmentChangedWarning,
     FormatVersionError,
     HyperparameterReplacedWarning,
@@ -144,6 +145,7 @@ class Restorer:
                 reason = self._read_by_all(path, number, wanted, opened, found)
                 if reason is None:
                     checkpoint, ready = found[0]
+                    run.catalog.judged(number)  # every part of it was read by some rank
                     group.together(f"restoring step {number}", partial(self._apply, ready.plan))
                     return checkpoint, ready.plan, ready.resized
             rejected[path] = reason
@@ -167,19 +169,27 @@ class Restorer:
         def first(answers: list[str | None]) -> str | None:
             return next((f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if answer is not None), None)
 
-        def read() -> str | None:
+        def read() -> tuple[str | None, str]:
             run.look_for(path)
+            root = ""
             with _reasons(named=named) as reasons:
                 file, checkpoint = opened.enter_context(run.catalog.opened(path, step, group.rank, group.size))
+                root = str(file.root)
                 found.append((checkpoint, self._ready(file, wanted)))
-            return reasons[0] if reasons else None
+            return (reasons[0] if reasons else None), root
+
+        def all_read(answers: list[tuple[str | None, str]]) -> str | None:
+            for rank, (reason, root) in enumerate(answers):
+                if reason is None and answers[0][0] is None and root != answers[0][1]:
+                    raise DirectoryNotSharedError(directory=run.files.path, rank=rank, name=path.name, differs=True)
+            return first([reason for reason, _ in answers])
 
         def filled() -> str | None:
             with _reasons(named=named) as reasons:
                 self._fill(found[0][1], path)
             return reasons[0] if reasons else None
 
-        return group.together(what, read, first) or group.together(what, filled, first)
+        return group.together(what, read, all_read) or group.together(f"{what}: its shards", filled, first)
 
     def _ready(self, file: Opened, wanted: _Wanted) -> _Ready:
         """Check everything about a restore; of shards, all but their values.
@@ -188,6 +198,10 @@ class Restorer:
             LoadError: What is in the file is not what a manager saves.
             RestoreError: It does not fit the live objects.
         """
+        with torch.inference_mode(mode=False):
+            return self._checked(file, wanted)
+
+    def _checked(self, file: Opened, wanted: _Wanted) -> _Ready:
         payload, mapped = file.load_mapped()
         if not isinstance(payload, dict) or not isinstance(payload.get(RESERVED_KEY), dict):
             raise DamagedCheckpointError(path=file.path, reason="it holds no state of a run")
@@ -201,6 +215,8 @@ class Restorer:
         held: Held = {}
         if names_of_shards:
             payload, held = with_places(payload, self._components, file.path)
+            if wanted.only is not None:
+                held = {key: one for key, one in held.items() if key.partition(".")[0] in {*wanted.only, RESERVED_KEY}}
         elif in_group():
             payload = laid_out(payload, self._components)
         ready = plan(
@@ -224,7 +240,8 @@ class Restorer:
 
     def _apply(self, ready: Plan) -> None:
         self._run.half_restored = True  # until the caller has noted where the run is now
-        ready.apply()
+        with torch.inference_mode(mode=False):  # in which nothing can be copied into ordinary tensors
+            ready.apply()
 
     def restored_from_memory(self, copied: tuple[int, dict[str, Any]] | None) -> tuple[Checkpoint, Plan, bool] | None:
         """Restore the copy that an asynchronous save left, when it is of the newest checkpoint and that is on disk."""

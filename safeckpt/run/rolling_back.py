@@ -57,7 +57,8 @@ class Rollbacks:
             )
         # What was left out before stays out: the checkpoint may be older than that decision.
         failing = None if self._run.failed is None else self._run.failed[0]
-        last = next((positions for step, positions in handed_out if step == failing), {})
+        newest_first = reversed(list(handed_out))
+        last: Mapping[str, Any] = next((positions for step, positions in newest_first if step == failing), {})
         left_out = {
             name: sorted({*getattr(loader, "left_out", ()), *_last(loader, count, last.get(name, ()))})
             for name, loader in able.items()

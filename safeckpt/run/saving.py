@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
+import errno
 import math
 import os
 import secrets
@@ -29,6 +30,7 @@ from safeckpt.distributed import (
     digests_of,
     drifted,
     foreign,
+    in_group,
     is_sharded,
     local_parts,
     merged,
@@ -41,7 +43,6 @@ from safeckpt.distributed import (
     write_shards,
 )
 from safeckpt.errors import (
-    DurabilityUnknownError,
     NonFiniteError,
     ReplayMismatchError,
     ReplayMismatchWarning,
@@ -161,6 +162,16 @@ class Saver:
         self._baseline = Baseline(components)
         self.gradients = Gradients(components)
 
+    def restored(self) -> None:
+        """Forget what was between the restored step and the moment of the restore."""
+        self.handed_out.clear()
+        self._refused = None
+
+    @property
+    def untold(self) -> BaseException | None:
+        """What was refused on this rank and is not known to the others, since they have not met again."""
+        return self._refused
+
     # -- one checkpoint ----------------------------------------------------------------------------------------------
 
     def save(self, step: int, *, loss: Any = None, metrics: Mapping[str, Any] | None = None) -> Checkpoint:
@@ -178,25 +189,43 @@ class Saver:
         what = f"saving step {step}"
         draft, first, drifting, parts = self._drafted(group, what, step, loss, metrics)
         if parts:
-            names = group.together(what, lambda: replica_layouts(draft.captured), differing)
-            group.together(what, lambda: refuse_parts(names))
+            names = group.together(f"{what}: comparing parts", lambda: replica_layouts(draft.captured), differing)
+            group.together(f"{what}: refusing parts", lambda: refuse_parts(names))
         draft.drifted = bool(drifting)
         if drifting:
             self._say_drift(group, what, draft, drifting)
         owns: list[dict[str, Any]] = []
 
-        def entered() -> dict[str, Any]:
+        def collected(answers: list[tuple[dict[str, Any], list[int]]]) -> list[int]:
+            owns.extend(own for own, _ in answers)
+            return answers[0][1]
+
+        def entered() -> tuple[dict[str, Any], list[int]]:
             if group.leads:
                 run.enter_directory()
             # A copy: a view would be sent with all of the memory around it.
             own = {} if group.leads else copy_tree(to_cpu(own_of(draft.captured, draft.digests, first)))
-            return cast("dict[str, Any]", encode(own, root="payload"))
+            return encode(own, root="payload"), self._pruning.unread(step) if group.leads and draft.sharded else []
 
-        group.together(what, entered, owns.extend)
+        older = group.together(f"{what}: collecting what ranks have of their own", entered, collected)
+        if draft.sharded:
+            self._verify(group, what, older)
         run.refuse_unshared(what)
         if group.leads and group.size > 1:
             draft.payload = merged(draft.payload, owns)
         return self._write_sharded(group, what, draft) if draft.sharded else self._write_file(group, what, draft)
+
+    def _verify(self, group: Group, what: str, steps: list[int]) -> None:
+        """Read older checkpoints whose state decides what may be deleted: all ranks together, since they are large."""
+        run = self._run
+        for step in steps:
+            good = group.together(
+                f"{what}: verifying step {step}",
+                lambda step=step: run.catalog.is_good_part(step, group.rank, group.size),  # type: ignore[misc]
+                all,
+            )
+            if group.leads:
+                run.catalog.judged(step, good=good)
 
     def _drafted(
         self, group: Group, what: str, step: int, loss: Any, metrics: Mapping[str, Any] | None
@@ -222,7 +251,7 @@ class Saver:
             return answers[0][0], digests[0], drifted(digests), together and foreign(digests)
 
         try:
-            checkpoint, first, drifting, parts = group.together(what, part, decide)
+            checkpoint, first, drifting, parts = group.together(f"{what}: capturing", part, decide)
         except NonFiniteError as error:
             self._note_refusal(error)
             raise
@@ -243,7 +272,7 @@ class Saver:
         if bad_loss is not None or verdict.bad:
             raise self._refusal(step, loss, bad_loss, verdict)
         sharded = is_sharded(snapshot.payload)
-        payload, held = split(snapshot.payload) if sharded else (snapshot.payload, {})
+        payload, held = split(snapshot.payload, leads=run.leads) if sharded else (snapshot.payload, {})
         checkpoint = Checkpoint(
             step=step,
             path=run.files.folder_of(step) if sharded else run.files.path_of(step),
@@ -268,14 +297,14 @@ class Saver:
         if self._drift == "ignore":
             return
 
-        names = group.together(what, lambda: replica_fingerprints(draft.captured), differing)
+        names = group.together(f"{what}: comparing copies", lambda: replica_fingerprints(draft.captured), differing)
         step = draft.checkpoint.step
         self._run.event("replicas_differ", step, ranks=ranks, names=names[:20], names_total=len(names))
         first = self._run.saved is None
         if self._drift == "error" or first:
             raise ReplicaDriftError(step=step, ranks=ranks, names=names, first=first, path=self._run.files.path)
         # Together, for whom a warning is an error.
-        group.together(what, lambda: _warn(drift_text(step, ranks, names), told=group.leads))
+        group.together(f"{what}: telling of drift", lambda: _warn(drift_text(step, ranks, names), told=group.leads))
 
     # -- one file ----------------------------------------------------------------------------------------------------
 
@@ -298,11 +327,12 @@ class Saver:
                 self.copied = None
                 copied.append(staging.copy(draft.payload))
                 self.copied = (checkpoint.step, copied[0])
+            draft.captured, draft.payload = {}, None  # what is written is the copy; a device has its memory back
 
         def write() -> Checkpoint:
             return self._write(checkpoint, prepare(copied[0], header=draft.header()))
 
-        group.together(what, staged)
+        group.together(f"{what}: copying", staged)
         self._start(checkpoint, lambda: self._on_all(group.for_background(), what, checkpoint, write))
         return checkpoint
 
@@ -315,18 +345,34 @@ class Saver:
         run.begun = True
 
     def _on_all(self, group: Group, what: str, checkpoint: Checkpoint, write: Callable[[], Checkpoint]) -> Checkpoint:
-        """Write on rank 0, and let the others know what has become of it."""
-        try:
-            written: Checkpoint = group.together(
-                what, lambda: write() if group.leads else checkpoint, lambda answers: answers[0]
-            )
-        except DurabilityUnknownError:
+        """Write on rank 0, and let the others know what has become of it.
+
+        What goes wrong after the commit, such as a sync of the directory, is raised when all ranks know that the
+        checkpoint is there: otherwise they would not agree on when the next one is due.
+        """
+        late: list[BaseException] = []
+
+        def part() -> tuple[Checkpoint, bool]:
             if not group.leads:
-                self._run.committed(checkpoint)
-            raise
+                return checkpoint, False
+            try:
+                return write(), False
+            except BaseException as error:
+                if self._run.saved != checkpoint.step:
+                    raise
+                late.append(error)
+                return checkpoint, True
+
+        def raised() -> None:
+            for error in late:
+                raise error
+
+        written, failed = group.together(f"{what}: committing it", part, lambda answers: answers[0])
         written = dataclasses.replace(written, path=checkpoint.path)
         if not group.leads:
             self._run.committed(written)
+        if failed:
+            group.together(f"{what}: after the commit", raised)
         return written
 
     def _write(self, checkpoint: Checkpoint, prepared: PreparedFile) -> Checkpoint:
@@ -370,7 +416,7 @@ class Saver:
             payload, parts = staging.copy((payload, local_parts(draft.held)))
             draft.payload, draft.held, draft.captured = payload, rejoined(draft.held, parts), {}
 
-        group.together(what, staged)
+        group.together(f"{what}: copying", staged)
         self._start(draft.checkpoint, lambda: self._write_shards(group.for_background(), what, draft))
         return draft.checkpoint
 
@@ -386,12 +432,15 @@ class Saver:
             return temps[0].name if temps else ""
 
         def written() -> list[ShardFile]:
-            self._run.look_for(files.path / name)
             return write_shards(draft.held, files.path / name, group, files.write_inside, drifted=draft.drifted)
 
         try:
-            name = group.together(what, begun, lambda names: names[0])
-            group.together(what, written, lambda lists: shards.extend(shard for one in lists for shard in one))
+            name = group.together(f"{what}: making its directory", begun, lambda names: names[0])
+            # By itself: a rank that does not see the directory must not leave the others in a collective of the engine.
+            group.together(f"{what}: looking for its directory", lambda: self._run.look_for(files.path / name))
+            group.together(
+                f"{what}: writing shards", written, lambda lists: shards.extend(shard for one in lists for shard in one)
+            )
             return self._on_all(group, what, checkpoint, lambda: self._commit_shards(draft, temps[0], shards))
         except BaseException:
             if temps and temps[0].exists():
@@ -400,8 +449,13 @@ class Saver:
 
     def _commit_shards(self, draft: _Draft, temp: Path, shards: list[ShardFile]) -> Checkpoint:
         """Write the index, which says what belongs to the checkpoint, and commit the directory."""
-        files = self._run.files
+        run, files = self._run, self._run.files
         size = sum(one for _, one, _ in shards)
+        for name, length, _ in shards:  # as this node sees them, before they are promised
+            run.look_for(temp / name)
+            found = (temp / name).stat().st_size
+            if found != length:
+                raise OSError(errno.EIO, f"{name} has {found} bytes here, {length} were written", str(temp / name))
         payload = {**draft.payload}
         payload[RESERVED_KEY] = {**payload[RESERVED_KEY], "files": [list(shard) for shard in shards]}
         index = prepare(to_cpu(payload), header=draft.header(shards=len(shards), shards_bytes=size))
@@ -442,7 +496,7 @@ class Saver:
     def _warm(self, staging: Staging) -> None:
         """Have memory for the copy made ready while training goes on: after a step, the optimizer's state is there."""
         self._warmed = True
-        if self._run.leads:
+        if not in_group():  # a state_dict may be something that all ranks have to do at once
             large = {name: one for name, one in self._components.items() if one.kind in ("module", "optimizer")}
             staging.warm(capture(large).payload)
 
@@ -489,10 +543,14 @@ class Saver:
             if refused is not None and group.rank == rank:
                 raise refused
 
-        rank, decision = group.together(what, at, first)
+        try:
+            rank, decision = group.together(what, at, first)
+        except BaseException:
+            self._refused = refused  # they have not met
+            raise
         if rank is not None:
             try:
-                group.together(what, raised)
+                group.together(f"{what}: refusing", raised)
             except NonFiniteError as error:
                 self._note_refusal(error)
                 raise

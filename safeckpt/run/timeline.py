@@ -230,7 +230,7 @@ class Timeline:
         self.step = max(self.step, checkpoint.step)  # written in the background, training may be further
         self.begun = True
         self._known.add(checkpoint.step)
-        self.catalog.wrote(checkpoint.step)
+        self.catalog.judged(checkpoint.step)
         if self.failed is not None and self.failed[0] <= checkpoint.step:
             self.failed = None
         self.rollbacks.clear()
@@ -250,7 +250,8 @@ class Timeline:
         self.run_id = checkpoint.run_id
         self.step = self.saved = checkpoint.step
         self.begun = True
-        self._known = {step for step in self.files.steps() if step <= checkpoint.step or step in there}
+        listed = self.files.steps() if self.leads else ()  # the others write nothing
+        self._known = {step for step in listed if step <= checkpoint.step or step in there}
         self.left = {step for step in self._known if step > checkpoint.step}
         self.failed = None
         self.due.saved(checkpoint.step)

@@ -33,16 +33,19 @@ def reshard(components: Mapping[str, Component]) -> None:
         module.reshard()
 
 
-def _unreduced(components: Mapping[str, Component]) -> Iterator[tuple[str, Any]]:
-    """Yield (name, what FSDP2 knows of a parameter) of those that wait for their gradient to be reduced."""
+def _unreduced(components: Mapping[str, Component]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (name, group, what FSDP2 knows of a parameter) of those that wait for their gradient to be reduced."""
     for name, module in _sharded_modules(components):
         state = module._get_fsdp_state()  # has no public name
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-        for parameter in (one for group in groups if group is not None for one in group.fsdp_params):
-            gathered = getattr(parameter, "_unsharded_param", None)
-            waits = parameter.unsharded_accumulated_grad is not None
-            if waits or (gathered is not None and gathered.grad is not None):
-                yield join(name, parameter._param_fqn or "?"), parameter
+        for group in (one for one in groups if one is not None):
+            # Under set_requires_all_reduce(False) the sum over the ranks that shard waits for that over the copies.
+            partly = getattr(group, "_partial_reduce_output", None) is not None
+            for parameter in group.fsdp_params:
+                gathered = getattr(parameter, "_unsharded_param", None)
+                waits = parameter.unsharded_accumulated_grad is not None
+                if partly or waits or (gathered is not None and gathered.grad is not None):
+                    yield join(name, parameter._param_fqn or "?"), group, parameter
 
 
 def refuse_unreduced(components: Mapping[str, Component]) -> None:
@@ -51,20 +54,22 @@ def refuse_unreduced(components: Mapping[str, Component]) -> None:
     Raises:
         UnsavableStateError: Naming the first parameter.
     """
-    found = [name for name, _ in _unreduced(components)]
+    found = [name for name, _, _ in _unreduced(components)]
     if found:
         raise UnsavableStateError(
             location=f"{found[0]}.grad",
             type_name=f"gradient, one of {len(found)}",
-            reason="it is not reduced over the ranks yet, since set_requires_gradient_sync(False) was called, and "
-            "without it the run would go on as another one",
+            reason="it is not reduced over all ranks yet, since set_requires_gradient_sync(False) or "
+            "set_requires_all_reduce(False) was called, and without it the run would go on as another one",
             cure="save after the last micro-step of an accumulation, or with grads=False if it may be lost.",
         )
 
 
 def drop_unreduced(components: Mapping[str, Component]) -> None:
     """Clear these gradients, as `zero_grad` clears the others."""
-    for _, parameter in _unreduced(components):
+    for _, group, parameter in list(_unreduced(components)):
+        if hasattr(group, "_partial_reduce_output"):
+            group._partial_reduce_output = None
         parameter.unsharded_accumulated_grad = None
         if getattr(parameter, "_unsharded_param", None) is not None:
             parameter._unsharded_param.grad = None

@@ -17,7 +17,7 @@ from safeckpt.state.component import Captured, Component, Order, class_name
 from safeckpt.state.guard import Guard, guarded_tensors
 from safeckpt.state.matching import Matching, Slot, match, positional
 from safeckpt.state.options import overruled, plain, same
-from safeckpt.state.tree import copy_tree, detached, join, map_tensors
+from safeckpt.state.tree import copy_tree, detached, join, local_part, map_tensors
 
 __all__ = ["OptimizerComponent"]
 
@@ -127,8 +127,8 @@ class OptimizerComponent(Component):
                 now = self.obj.state.get(parameter, {})
                 for key, saved in entry.items() if isinstance(entry, dict) else ():
                     target = _target(key, saved, now.get(key) if isinstance(now, dict) else None, parameter)
-                    if target is not None and target.data_ptr() not in taken:
-                        taken.add(target.data_ptr())
+                    if target is not None and local_part(target).data_ptr() not in taken:
+                        taken.add(local_part(target).data_ptr())
                         targets[id(saved)] = target
         return targets
 
@@ -221,6 +221,11 @@ def _is_usual(captured: Captured) -> bool:
 
 def _target(key: str, saved: Any, live: Any, parameter: torch.Tensor) -> torch.Tensor | None:
     """Return memory for a saved tensor where torch will leave it; None when that is not known."""
+    if hasattr(saved, "to_local"):
+        same = (
+            type(live) is type(saved) and live.placements == saved.placements and live.device_mesh == saved.device_mesh
+        )
+        return live if same and local_part(saved).numel() and _alike(local_part(live), local_part(saved)) else None
     if type(saved) is not torch.Tensor or saved.layout is not torch.strided or not saved.numel():
         return None
     if type(live) is torch.Tensor and not live.requires_grad and _alike(live, saved):
@@ -274,6 +279,7 @@ def _uncast(saved: Any, live: Any) -> Any:
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    one, other = local_part(one), local_part(other)  # between ranks, this would be something that all do at once
     if one.layout is not torch.strided:
         return True  # no view of its bytes; and nothing but a cast changes a dtype and keeps the size
     return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))

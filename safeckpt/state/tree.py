@@ -232,8 +232,18 @@ def copy_tree(tree: Any, transfer: Transfer | None = None, targets: Mapping[int,
         else:
             copies.append((target, cluster.members[0]))
             moved[id(cluster.members[0])] = partial(_itself, target)
+    for _, tensor in named_tensors(tree):
+        if id(tensor) in targets and hasattr(tensor, "to_local"):
+            target = targets[id(tensor)]
+            copies.append((local_part(target), local_part(tensor)))
+            moved[id(tensor)] = partial(_itself, target)
     (transfer or Transfer()).copy(copies)
     return map_tensors(tree, lambda tensor: moved.get(id(tensor), partial(cloned, tensor))(), copy.deepcopy)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this process has in memory: of a sharded tensor its part, of any other all of it."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def cloned(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import warnings
 from pathlib import Path
@@ -141,7 +142,7 @@ class CheckpointDirectory:
         self._refuse_existing(step)
         freeing.wait()
         for left in list(self._undeleted):
-            self._remove_tree(left)
+            self._remove_tree(left)  # and tell, when that fails again
         path = self.path / names.temp_name(names.folder_name(step))
         disk.make_directory(path)
         return path
@@ -268,7 +269,8 @@ class CheckpointDirectory:
             except OSError as error:
                 _warn(f"{path} is no longer needed and could not be deleted: {error}. The next save tries it again.")
                 return False
-            self._remove_tree(temp)
+            # Not with descriptors held: NFS keeps such files in the directory under another name.
+            freeing.later(functools.partial(self._remove_quietly, temp))
             return True
         try:
             with contextlib.suppress(FileNotFoundError):  # somebody else deleted it: all the better
@@ -279,16 +281,21 @@ class CheckpointDirectory:
         return True
 
     def _remove_tree(self, path: Path) -> bool:
+        error = self._remove_quietly(path)
+        if error is not None:
+            _warn(f"{path} could not be deleted: {error}. It is tried again at the next save.")
+        return error is None
+
+    def _remove_quietly(self, path: Path) -> OSError | None:
         try:
-            freeing.delete_tree(path)
+            disk.remove_tree(path)
         except FileNotFoundError:
             pass
         except OSError as error:
             self._undeleted.add(path)
-            _warn(f"{path} could not be deleted: {error}. It is tried again at the next save.")
-            return False
+            return error
         self._undeleted.discard(path)
-        return True
+        return None
 
 
 def _warn(text: str) -> None:

@@ -16,12 +16,10 @@ from safeckpt.store import disk
 from safeckpt.threads import start
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
-__all__ = ["delete", "delete_tree", "put", "wait"]
-
-_MOST_HELD = 64  # files of one directory: descriptors are few
+__all__ = ["delete", "later", "put", "wait"]
 
 _held: set[disk.Handle] = set()  # of files without a name, in this process
 _threads: list[threading.Thread] = []
@@ -33,19 +31,16 @@ def delete(path: Path) -> None:
     Raises:
         OSError: It could not be deleted, and is as it was.
     """
-    with _freed_later([path]):
+    with _freed_later(path):
         disk.unlink(path)
 
 
-def delete_tree(path: Path) -> None:
-    """Delete a directory and all that is in it; the space of its largest files comes back a moment later.
-
-    Raises:
-        OSError: Something could not be deleted; the rest may be gone.
-    """
-    files = [path / name for name in disk.listing(path)]
-    with _freed_later(files[:_MOST_HELD]):
-        disk.remove_tree(path)
+def later(work: Callable[[], object]) -> None:
+    """Do something in a thread, or at once where none can be started; it must not raise."""
+    thread = threading.Thread(target=work, name="safeckpt-free", daemon=True)
+    _threads.append(thread)  # first, since an interrupted start may leave it running
+    if not start(thread):
+        work()
 
 
 def put(source: Path, target: Path) -> None:
@@ -54,7 +49,7 @@ def put(source: Path, target: Path) -> None:
     Raises:
         OSError: Nothing has changed.
     """
-    with _freed_later([target]):
+    with _freed_later(target):
         disk.replace(source, target)
 
 
@@ -69,25 +64,25 @@ def wait() -> None:
 
 
 @contextlib.contextmanager
-def _freed_later(paths: Sequence[Path]) -> Iterator[None]:
-    with contextlib.ExitStack() as closing:
-        handles = [handle for path in paths if (handle := disk.hold(path)) is not None]
-        _held.update(handles)
-        closing.callback(_close, handles)
+def _freed_later(path: Path) -> Iterator[None]:
+    handle = disk.hold(path)
+    if handle is None:
         yield
-        if not handles:
-            return
-        thread = threading.Thread(target=_close, args=(handles,), name="safeckpt-free", daemon=True)
+        return
+    _held.add(handle)
+    with contextlib.ExitStack() as closing:
+        closing.callback(_close, handle)
+        yield
+        thread = threading.Thread(target=_close, args=(handle,), name="safeckpt-free", daemon=True)
         _threads.append(thread)  # first, since an interrupted start may leave it running
         if start(thread):
             closing.pop_all()
 
 
-def _close(handles: Sequence[disk.Handle]) -> None:
-    for handle in handles:
-        with contextlib.suppress(KeyError):  # closed by the other of the two that may call this, after an interrupt
-            _held.remove(handle)
-            handle.close()
+def _close(handle: disk.Handle) -> None:
+    with contextlib.suppress(KeyError):  # closed by the other of the two that may call this, after an interrupt
+        _held.remove(handle)
+        handle.close()
 
 
 def _forget() -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import safeckpt
@@ -274,7 +275,7 @@ def other_shape_on_one_rank(path: Path, kind: Kind) -> Any:
     again = Run(kind)
     before = again.full_state()
     if rank() == 1:
-        again.components["noise"] = {"not": "a generator"}
+        again.components["noise"] = np.random.default_rng(0)
     with manager_of(again, path) as manager:
         found = outcome(manager.restore)
     after = again.full_state()

@@ -243,6 +243,8 @@ def parts_of_a_pipeline(path: Path) -> Any:
 def test_parts_of_a_model_are_refused_and_wrapped_ones_saved(seen: list[dict[str, Any]]) -> None:
     """A stage of a pipeline that only rank 0's would be kept of; the cure in the message works."""
     for number, (found, wrapped) in enumerate(of(seen, "parts_of_a_pipeline")):
+        assert found["other names"]["error"] == "RanksDisagreeError"
+        assert "'stage0': 'module'" in found.pop("other names")["text"]
         for name, refused in found.items():
             assert refused["error"] == "UnsavableStateError", name
             assert "state_dict and load_state_dict" in refused["text"]
