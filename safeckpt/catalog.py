@@ -295,7 +295,7 @@ def _identity(path: Path) -> _Identity:
     if stat.S_ISDIR(status.st_mode) and (index := path / INDEX).is_file():
         return _identity(index)  # which says what every other file in it has to be
     if not stat.S_ISREG(status.st_mode):
-        kind = "a directory" if stat.S_ISDIR(status.st_mode) else "no regular file"
+        kind = f"a directory without {INDEX}" if stat.S_ISDIR(status.st_mode) else "no regular file"
         raise DamagedCheckpointError(path=path, reason=f"it is {kind}")
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 

@@ -229,7 +229,8 @@ class DirectoryInUseError(SaveError, FileExistsError):
         super().__init__(
             f"{directory} already holds {len(steps)} checkpoint(s) of another run (newest steps: {shown}).",
             "they are untouched.",
-            "call manager.restore() before the first save to go on with that run, or choose an empty directory.",
+            "call manager.restore() before the first save to go on with that run (once more, if another job has saved "
+            "meanwhile), or choose an empty directory.",
             path=directory,
         )
         self.errno = errno.EEXIST
@@ -555,8 +556,10 @@ class RankLostError(GroupError, RuntimeError):
         self, *, what: str, lost: int | None, timeout_seconds: float, reason: str, path: object = None
     ) -> None:
         who = "a rank" if lost is None else f"rank {lost}"
+        late = "imed out waiting" in reason or "ait timeout" in reason
+        how = f"did not come within {timeout_seconds:g} seconds" if late else "was lost"
         super().__init__(
-            f"While {what}, {who} was lost, or did not come within {timeout_seconds:g} seconds: {reason}.",
+            f"While {what}, {who} {how}: {reason}.",
             "every checkpoint that was committed before; what was being written is whole, or in no listing.",
             "end this process and start the group again (torchrun does), then restore(). If no process has died: every "
             "rank has to call save, restore, rollback and end_step, not rank 0 alone; and a save that takes longer "

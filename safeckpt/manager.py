@@ -297,6 +297,7 @@ class CheckpointManager:
 
         Raises:
             NonFiniteError: The loss is NaN or Inf (or, when a save was due, a guarded tensor). Nothing was written.
+            OSError: The system refused the save that was due. The step has ended, and the next one tries to save again.
             ReplayMismatchError: The loss differs from the recorded one, and the manager was told to raise this. The
                 step does not count as ended.
             ValueError: The step is not higher than the last one.

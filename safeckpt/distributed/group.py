@@ -110,13 +110,13 @@ class Ranks(Group):
                 backend="gloo", timeout=dt.timedelta(seconds=timeout_seconds + 2 * _NEWS_SECONDS)
             )
         except RuntimeError as error:
-            lost = self._lost("the ranks were meeting for the first time", None, error)
+            why = ""
             if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) and _SHARED_STORE not in os.environ:
-                lost.add_note(
-                    "torchrun restarted this group in the store of the one before, where its addresses still are "
-                    f"(pytorch issue 135712). Set {_SHARED_STORE}=1 for torchrun."
+                why = (
+                    "; torchrun restarted this group in the store of the one before, where its addresses still are "
+                    f"(pytorch issue 135712): set {_SHARED_STORE}=1 for torchrun"
                 )
-            raise lost from error
+            raise self._lost("the ranks were meeting for the first time", None, error, why) from error
 
     @property
     def process_group(self) -> Any:
@@ -223,7 +223,7 @@ class Ranks(Group):
             raise self._lost(what, rank, error) from error
         return pickle.loads(data.numpy().tobytes())  # from a process of this very job
 
-    def _lost(self, what: str, rank: int | None, error: Exception) -> RankLostError:
+    def _lost(self, what: str, rank: int | None, error: Exception, why: str = "") -> RankLostError:
         """Return the error for a connection that failed, and let the others know who was on its other end.
 
         gloo closes all connections when one times out, so that the news cannot go the same way.
@@ -231,7 +231,7 @@ class Ranks(Group):
         if not self.current:
             raise GroupDestroyedError(what=what) from error
         reason = str(error).partition("\n")[0].partition(". This is typically")[0]  # gloo's guesses
-        reason = reason[reason.find("] ") + 1 :].strip().rstrip(".")
+        reason = reason[reason.find("] ") + 1 :].strip().rstrip(".") + why
         key = f"safeckpt/lost/{self._tag}/{self._number}"
         with contextlib.suppress(RuntimeError):
             store = torch.distributed.distributed_c10d._get_default_store()  # has no public name

@@ -6,6 +6,7 @@ that is cut, flipped, missing or of another checkpoint is found.
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Self
@@ -62,7 +63,12 @@ def open_checkpoint(f: str | os.PathLike[str] | IO[bytes]) -> CheckpointFile | C
     Raises:
         LoadError, OSError: What `open_file` and `open_folder` raise.
     """
-    return open_folder(f) if is_folder(f) else open_file(f)  # type: ignore[arg-type]  # no open file is a folder
+    if is_folder(f):
+        return open_folder(f)  # type: ignore[arg-type]  # no open file is one
+    if isinstance(f, (str, os.PathLike)) and Path(f).is_dir():
+        text = f"Is a directory and no checkpoint; safeckpt.latest({os.fspath(f)!r}) finds the newest in it"
+        raise IsADirectoryError(errno.EISDIR, text, os.fspath(f))
+    return open_file(f)
 
 
 def open_folder(path: str | os.PathLike[str]) -> CheckpointFolder:

@@ -87,9 +87,10 @@ def compare(saved: dict[str, Any], live: dict[str, Any], allowed: Collection[str
     """Return one sentence for each input that differs and is not in `allowed`."""
     changed = [key for key in live if saved.get(key) != live[key]]
     implied = {consequence for key in changed for consequence in _IMPLIES.get(key, ())}
+    how = " (ResumableLoader(..., convert=({!r},)) goes on at the same sample)"
     return [
         f"{_WORDS[key]}: {saved.get(key)!r} in the saved state, {live[key]!r} now"
-        + (f" (convert=({key!r},) goes on at the same sample)" if key in CONVERTIBLE and live[key] else "")
+        + (how.format(key) if key in CONVERTIBLE and live[key] else "")
         for key in changed
         if key not in implied and key not in allowed
     ]

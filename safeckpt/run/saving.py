@@ -484,7 +484,12 @@ class Saver:
             self._replay.ended(step, loss)
             due = run.due.at(step) or stop_requested()
         if due:
-            return self._save(step, loss, metrics)
+            try:
+                return self._save(step, loss, metrics)
+            except OSError:
+                run.step = step  # it was trained, whatever the disk says; the next one tries to save again
+                run.begun = True
+                raise
         run.step = step
         run.begun = True
         if self._refused is None:

@@ -109,6 +109,7 @@ class Timeline:
         """Give back lock and group."""
         self.closed = True
         self.lock.release()
+        self.files.settle()
         if self._group is not None:
             self._group.close()
 

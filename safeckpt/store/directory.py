@@ -254,6 +254,10 @@ class CheckpointDirectory:
                 _warn(f"The stale temporary file {self.path / name} could not be deleted: {error}.")
         return swept
 
+    def settle(self) -> None:
+        """Return when everything that was deleted is gone: at the end of the process nobody would go on with it."""
+        freeing.wait()
+
     def _names(self) -> list[str]:
         try:
             return disk.listing(self.path)

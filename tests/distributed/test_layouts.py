@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import time
 import warnings
 from collections.abc import Callable
@@ -21,6 +22,7 @@ import safeckpt
 from tests.distributed import groups
 from tests.distributed.scenarios import caught, local, outcome, rank
 from tests.distributed.training import whole
+from tests.faults import Fault, intercept
 
 CASES: dict[str, Callable[[Path], Any]] = {}
 
@@ -690,3 +692,170 @@ def test_group_that_was_destroyed_is_told(tmp_path: Path) -> None:
         assert "before torch.distributed.destroy_process_group()" in gone["text"]
         assert fresh["error"] is None
         assert closed["error"] is None
+
+
+# -- ranks that stay in step -------------------------------------------------------------------------------------------
+
+
+@case
+def gradient_that_one_rank_has_not(path: Path) -> Any:
+    def parts() -> dict[str, Any]:
+        model = net("ddp")
+        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+    first = parts()
+    with first["model"].no_sync():
+        (first["model"](torch.ones(2, 6)).sum() * (1.0 if rank() == 0 else 0.0)).backward()
+    with manager(path, first) as one:
+        one.save(1)
+    again = parts()
+    with manager(path, again) as one:
+        one.restore()
+    return [0.0 if p.grad is None else float(p.grad.abs().sum()) for p in again["model"].parameters()]
+
+
+def test_gradient_that_one_rank_has_not_is_not_that_of_rank_0(seen: list[dict[str, Any]]) -> None:
+    """An unused branch under no_sync: what is missing on a rank stays missing."""
+    first, second = of(seen, "gradient_that_one_rank_has_not")
+    assert all(first)
+    assert not any(second)
+
+
+@case
+def evaluation_before_a_step_that_saves_nothing(path: Path) -> Any:
+    """Memory for the copy is made ready after the first step; no rank may capture by itself."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with manager(path, {"model": model, "optimizer": optimizer}, async_save=True, save_every=100) as one:
+        for step in (1, 2):
+            micro(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model(torch.ones(2, 6))
+            one.end_step(step, loss=1.0)
+    return True
+
+
+def test_no_rank_captures_by_itself(seen: list[dict[str, Any]]) -> None:
+    """A capture reshards: done on one rank, the next forward pass would be waiting for the others."""
+    assert of(seen, "evaluation_before_a_step_that_saves_nothing") == [True, True]
+
+
+@case
+def error_after_the_commit(path: Path) -> Any:
+    model = net("ddp")
+    parts = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    with manager(path, parts, save_every=2, agree_every=100) as one:
+        for step in (1, 2, 3):
+            one.end_step(step, loss=1.0)
+        pruning = one._saver._pruning
+        real = pruning.prune
+
+        def harmed(saved: int) -> Any:
+            raise safeckpt.SafeckptWarning("could not be deleted")
+
+        if rank() == 0:
+            pruning.prune = harmed  # type: ignore[method-assign]
+        found = outcome(lambda: one.end_step(4, loss=1.0))
+        pruning.prune = real  # type: ignore[method-assign]
+        state = one._run.saved, one.step
+        rest = [outcome(lambda step=step: one.end_step(step, loss=1.0)) for step in (5, 6)]
+    return found, state, rest
+
+
+def test_ranks_stay_in_step_after_an_error_behind_the_commit(seen: list[dict[str, Any]]) -> None:
+    """All know that the checkpoint is there, and agree on when the next one is due."""
+    for found, state, rest in of(seen, "error_after_the_commit"):
+        assert found["error"] == "SafeckptWarning"
+        assert state == (4, 4)
+        assert [(one["error"], one["step"]) for one in rest] == [(None, None), (None, 6)]
+
+
+@case
+def refusals_and_what_comes_after(path: Path) -> Any:
+    model = net("ddp")
+    parts = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    one = manager(path, parts, agree_every=10)
+    one.save(1)
+    for step in range(2, 8):
+        one.end_step(step, loss=float("nan") if rank() == 1 and step == 5 else 1.0)
+    one.restore()
+    forgotten = [outcome(lambda step=step: one.end_step(step, loss=1.0)) for step in range(2, 12)]
+    one.rollback(changed=True)
+    for step in range(2, 8):
+        one.end_step(step, loss=float("nan") if rank() == 1 and step == 5 else 1.0)
+    return [each["error"] for each in forgotten], outcome(one.close)
+
+
+def test_refusal_goes_with_a_restore_and_is_raised_at_the_end(seen: list[dict[str, Any]]) -> None:
+    """A step that was gone back over accuses nobody; one since the last meeting is told by close."""
+    for number, (forgotten, closed) in enumerate(of(seen, "refusals_and_what_comes_after")):
+        assert forgotten == [None] * 10
+        assert closed["error"] == ("NonFiniteError" if number == 1 else None)
+
+
+@case
+def caught_disk_error(path: Path) -> Any:
+    model = net()
+    parts = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    with manager(path, parts, save_every=2) as one:
+        one.save(1, loss=1.0)
+        fault = Fault(1, errno.ENOSPC, {"write"})
+        with intercept(fault) if rank() == 0 else contextlib.nullcontext():
+            found = outcome(lambda: one.end_step(2, loss=1.0))
+        at = one.step
+        again = outcome(lambda: one.end_step(one.step + 1, loss=1.0))
+    return found["error"], at, again
+
+
+def test_step_has_ended_though_its_save_was_refused_by_the_disk(seen: list[dict[str, Any]]) -> None:
+    """A loop that goes on after the error counts on, and the next step saves."""
+    for error, at, again in of(seen, "caught_disk_error"):
+        assert (error, at, again["error"], again["step"]) == ("OSError", 2, None, 3)
+
+
+def _partial(path: Path) -> Any:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "shard"))
+    model: Any = net("fsdp", mesh)
+    parts = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    with manager(path, parts) as one:
+        one.save(1)
+        model.set_requires_all_reduce(False)
+        micro(model, 1)
+        refused = outcome(lambda: one.save(2))
+        one.rollback(changed=True)
+        return refused, outcome(lambda: one.save(2))
+
+
+def test_gradients_reduced_over_shards_alone_are_refused_and_cleared(tmp_path: Path) -> None:
+    """HSDP under set_requires_all_reduce(False): the sum over one dimension of the mesh waits for the other."""
+    for refused, after in groups.results(4, _partial, tmp_path):
+        assert refused["error"] == "UnsavableStateError"
+        assert after["error"] is None
+
+
+def _alone(path: Path) -> Any:
+    torch.manual_seed(len(path.name) + ord(path.name[-1]))
+    model = nn.Linear(3, 3)
+    with manager(path, {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}) as one:
+        one.save(5)
+
+
+def _both(path: Path, places: list[Path]) -> Any:
+    model = nn.Linear(3, 3)
+    before = model.weight.detach().clone()
+    parts = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    with manager(places[rank()], parts) as one:
+        return outcome(one.restore), torch.equal(before, model.weight)
+
+
+def test_checkpoints_of_one_name_in_two_directories_are_told_apart(tmp_path: Path) -> None:
+    """Two local disks with a step 5 each: not one run."""
+    places = [tmp_path / "a", tmp_path / "b"]
+    for place in places:
+        groups.results(1, _alone, place)
+    for found, unchanged in groups.results(2, _both, tmp_path, places):
+        assert found["error"] == "DirectoryNotSharedError"
+        assert "is another one than that of rank 0" in found["text"]
+        assert unchanged

@@ -42,7 +42,11 @@ def halfway(**options):
 
 CHANGES = {
     "dataset length": ({}, {"length": 60}, ["dataset length: 50 in the saved state, 60 now"]),
-    "batch size": ({}, {"batch_size": 8}, ["batch size: 4 in the saved state, 8 now (convert=('batch_size',)"]),
+    "batch size": (
+        {},
+        {"batch_size": 8},
+        ["batch size: 4 in the saved state, 8 now (ResumableLoader(..., convert=('batch_size',)"],
+    ),
     "batching": ({}, {"batch_size": None}, ["batch size: 4 in the saved state, None now", "sampler class"]),
     "drop_last": ({}, {"drop_last": True}, ["drop_last: False in the saved state, True now"]),
     "sampler class": (
@@ -63,7 +67,7 @@ CHANGES = {
     "world size": (
         {"ranks": (2, 0)},
         {"ranks": (5, 0)},
-        ["world size: 2 in the saved state, 5 now (convert=('world_size',)"],
+        ["world size: 2 in the saved state, 5 now (ResumableLoader(..., convert=('world_size',)"],
     ),
     "seed of the order": (
         {"ranks": (2, 0)},
