@@ -55,8 +55,9 @@ class CheckpointManager:
         stop_signals: Signals that ask the run to stop, for example `(signal.SIGTERM, signal.SIGUSR1)`: the next
             `end_step` saves, and `stop_requested` is True. Only in the main thread.
         lock_timeout_seconds: How long to wait for another writer of the directory.
-        rank_timeout_seconds: With an initialised process group: how long to wait for a process that does not answer.
-            One that has died is noticed at once.
+        rank_timeout_seconds: With an initialised process group: how long to wait for a process that does not answer,
+            which it does not while it writes or checks a file: longer than that takes. One that has died is noticed
+            at once.
         on_replica_drift: With a process group: what it is when the ranks' copies of what they train together are no
             longer equal: `"warn"` for a `ReplicaDriftWarning`, `"error"` for a `ReplicaDriftError`, `"ignore"`. With
             `"warn"`, too, copies that are not equal at the first save of a run are an error: nothing is lost yet.
@@ -175,7 +176,8 @@ class CheckpointManager:
     def stop_requested(self) -> bool:
         """Whether one of `stop_signals` has come: a loop can ask during evaluation or warm-up, and leave.
 
-        With a process group: whether all ranks know that one of them got it, which is at the end of the same step.
+        With a process group: whether all ranks know that one of them got it, which is at the next step at which they
+        agree.
         """
         return self._saver.stop_agreed if in_group() else self._signals.requested
 
@@ -345,7 +347,8 @@ class CheckpointManager:
             EnvironmentChangedWarning: The run computes in another environment than before, so bits may differ.
 
         Cost:
-            The file is read once to verify it and mapped to copy from it; no second copy of the state is kept.
+            The file is read once to verify it and mapped to copy from it; no second copy of the state is kept. Of a
+            sharded checkpoint each rank's part is read into host memory first.
         """
         run = self._run
         run.refuse_closed()

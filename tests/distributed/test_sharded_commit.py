@@ -105,7 +105,8 @@ def _failed(path: Path, kind: Kind, number: int) -> list[Any]:
                 error = ended["error"], ended.get("errno")
                 found.append((victim, operation, what, *error, before, after, step - 1, good))
         manager.save(step + 1)
-        left = sorted(one.name for one in (path / "run").iterdir() if one.name.endswith(".tmp"))
+    torch.distributed.barrier()  # closed on rank 0, which then waits for what it deletes
+    left = sorted(one.name for one in (path / "run").iterdir() if one.name.endswith(".tmp"))
     return [*found, left]
 
 
