@@ -269,7 +269,7 @@ def by_directory(folder: Path, scale: Scale, chance: random.Random, outcome: Out
     for name, content in data.items():
         path = folder / name
         for at in (
-            range(chance.randrange(3), len(content), 3) if scale == "full" else chance.sample(range(len(content)), 40)
+            range(chance.randrange(3), len(content), 3) if scale == "full" else chance.sample(range(len(content)), 12)
         ):
             changed = bytearray(content)
             changed[at] ^= 1 << chance.randrange(8)

@@ -589,7 +589,7 @@ def _restore(path: Path, kind: str) -> Any:
     return found
 
 
-@pytest.mark.parametrize("pending", [False, True], ids=["spent", "pending"])
+@pytest.mark.parametrize("pending", [pytest.param(False, marks=pytest.mark.campaign), True], ids=["spent", "pending"])
 @pytest.mark.parametrize(
     ("saved", "restored"),
     [

@@ -233,7 +233,7 @@ def test_metadata_with_random_bytes_is_refused_or_read_as_it_was(folder: Path) -
     expected = safeckpt.load(folder)["model"]
     chance = random.Random(7)
     refused = 0
-    for _ in range(150):
+    for _ in range(60):
         data = bytearray(good)
         for _ in range(chance.randint(1, 4)):
             data[chance.randrange(len(data))] = chance.randrange(256)
@@ -247,4 +247,4 @@ def test_metadata_with_random_bytes_is_refused_or_read_as_it_was(folder: Path) -
             assert {name: tensor.shape for name, tensor in loaded.items()} == {
                 name: tensor.shape for name, tensor in expected.items()
             }
-    assert refused > 50
+    assert refused > 20
