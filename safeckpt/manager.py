@@ -116,7 +116,6 @@ class CheckpointManager:
             "max_rollbacks": max_rollbacks,
             "on_replica_drift": on_replica_drift,
             "agree_every": agree_every,
-            "components": {},
         }
         self._run = Timeline(files, lock, SaveSchedule(save_every), checked_seconds(rank_timeout_seconds), settings)
         pruning = Pruning(files, self._run.catalog, keep_last, keep_best, keep_every)
@@ -185,10 +184,10 @@ class CheckpointManager:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        untold = self._saver.untold
-        self._close()
-        if kind is None and untold is not None:
-            raise untold
+        if kind is None:
+            self.close()
+        else:
+            self._close()
 
     def close(self) -> None:
         """Finish what is pending and give the directory's lock and the signal handlers back. May be called twice.

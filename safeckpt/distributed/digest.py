@@ -16,7 +16,7 @@ import torch
 from safeckpt.file import encode, write_file
 from safeckpt.state.tree import named_leaves
 
-__all__ = ["SHARDED", "exact_digest_of", "fingerprints", "joined", "layouts_of"]
+__all__ = ["SHARDED", "exact_digest_of", "fingerprints", "joined", "layout_of", "layouts_of"]
 
 SHARDED = "sharded "  # with what the layout of such a tensor begins
 
@@ -46,10 +46,10 @@ def joined(items: Iterable[tuple[str, str]]) -> str:
 
 
 def layouts_of(tree: Any) -> Iterator[tuple[str, str]]:
-    """Yield (dotted name, dtype and shape) of every tensor; of a sharded one that, and the shape of the whole."""
+    """Yield (dotted name, layout) of every tensor."""
     for name, leaf in named_leaves(tree):
         if isinstance(leaf, torch.Tensor):
-            yield name, _layout(leaf)
+            yield name, layout_of(leaf)
 
 
 def fingerprints(tree: Any) -> dict[str, str]:
@@ -67,7 +67,7 @@ def fingerprints(tree: Any) -> dict[str, str]:
             exact = type(leaf) in _EXACT
             found[name] = f"{type(leaf).__qualname__} {leaf!r}" if exact else exact_digest_of(leaf)
             continue
-        found[name] = _layout(leaf)
+        found[name] = layout_of(leaf)
         if hasattr(leaf, "to_local") or not leaf.numel():
             continue
         if not _is_plain(leaf):
@@ -83,7 +83,8 @@ def fingerprints(tree: Any) -> dict[str, str]:
     return found
 
 
-def _layout(tensor: torch.Tensor) -> str:
+def layout_of(tensor: torch.Tensor) -> str:
+    """Return dtype and shape of a tensor; of a sharded one that, and the shape of the whole."""
     return f"{SHARDED if hasattr(tensor, 'to_local') else ''}{tensor.dtype} {list(tensor.size())}"
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from safeckpt.distributed.digest import SHARDED, exact_digest_of, fingerprints, joined, layouts_of
+from safeckpt.distributed.digest import SHARDED, exact_digest_of, fingerprints, joined, layout_of, layouts_of
 from safeckpt.errors import StateMismatchError, UnsavableStateError
 from safeckpt.state import RESERVED_KEY, Component
 from safeckpt.state.generators import RngStreams
@@ -91,7 +91,7 @@ def digests_of(payload: Mapping[str, Any]) -> dict[str, str]:
 
 def _without_shards(piece: Any) -> Any:
     """Return a piece with a text in the place of each sharded tensor, of which each rank has another part."""
-    return map_tensors(piece, lambda tensor: next(layouts_of(tensor))[1] if hasattr(tensor, "to_local") else tensor)
+    return map_tensors(piece, lambda tensor: layout_of(tensor) if hasattr(tensor, "to_local") else tensor)
 
 
 def replica_layouts(payload: Mapping[str, Any]) -> dict[str, str]:

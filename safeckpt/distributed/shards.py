@@ -22,7 +22,7 @@ from safeckpt.file import INDEX, CheckpointFolder, ShardFile
 from safeckpt.state import RESERVED_KEY, Component
 from safeckpt.state.fsdp import reshard
 from safeckpt.state.generators import RngStreams
-from safeckpt.state.tree import join, map_tensors, named_tensors
+from safeckpt.state.tree import join, local_part, map_tensors, named_tensors
 
 __all__ = [
     "Held",
@@ -215,9 +215,8 @@ def _live_layouts(payload: Mapping[str, Any], components: Mapping[str, Component
     reshard(components)
     with RngStreams.untouched():
         all_captured = {name: component.capture() for name, component in components.items()}
-    for name, component in components.items():
-        captured = all_captured[name]
-        record = {"kind": component.kind, **captured.record}
+    for name, captured in all_captured.items():
+        record = {"kind": components[name].kind, **captured.record}
         if record["kind"] == "module":
             layouts.update((join(name, key), one) for key, one in captured.state.items())
         elif record["kind"] == "optimizer" and isinstance(captured.state, dict) and "param_groups" in captured.state:
@@ -298,8 +297,7 @@ def _empty_like(live: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype
         return torch.empty(shape, dtype=dtype, device="meta")  # the check will say so
     if live is None or not hasattr(live, "to_local"):
         return torch.empty(shape, dtype=dtype, device="cpu")
-    local = getattr(live, "_local_tensor", live)
-    return _with_part(live, torch.empty_like(local, dtype=dtype, device="cpu", requires_grad=False))
+    return _with_part(live, torch.empty_like(local_part(live), dtype=dtype, device="cpu", requires_grad=False))
 
 
 def _with_part(sharded: Any, part: torch.Tensor) -> torch.Tensor:
@@ -329,7 +327,7 @@ def _filled(tree: Any, place: Callable[[Mapping[str, Any]], torch.Tensor]) -> An
 
 def local_parts(held: Held) -> Held:
     """Return what is in this process's memory of every tensor."""
-    return {key: getattr(tensor, "_local_tensor", tensor) for key, tensor in held.items()}
+    return {key: local_part(tensor) for key, tensor in held.items()}
 
 
 def rejoined(held: Held, parts: Held) -> Held:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from safeckpt.state.component import Component
 from safeckpt.state.guard import Guard, NonFiniteTensor, find_nonfinite
+from safeckpt.state.tree import local_part
 
 __all__ = ["Gradients"]
 
@@ -42,7 +43,8 @@ class Gradients:
         for parameter in _parameters(optimizer):
             grad = parameter.grad
             if grad is not None:
-                self._spent[id(parameter)] = (weakref.ref(grad), _memory(grad)._version)
+                # FSDP2 adds to the local part in place, which the version of a DTensor knows nothing of.
+                self._spent[id(parameter)] = (weakref.ref(grad), local_part(grad)._version)
 
     def all(self) -> dict[str, torch.Tensor]:
         """Return every gradient there is, by the parameter's first name."""
@@ -59,7 +61,7 @@ class Gradients:
         if grad is None or id(parameter) not in self._held:
             return False
         reference, version = self._spent.get(id(parameter), (None, -1))
-        if reference is not None and reference() is grad and _memory(grad)._version == version:
+        if reference is not None and reference() is grad and local_part(grad)._version == version:
             return False
         if hasattr(grad, "to_local"):
             return True  # what its local part holds is no answer that all ranks would give
@@ -81,11 +83,6 @@ class Gradients:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-
-
-def _memory(grad: torch.Tensor) -> torch.Tensor:
-    """Return what is changed in place: FSDP2 adds to the local part, and a DTensor does not notice."""
-    return getattr(grad, "_local_tensor", grad)
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:

@@ -8,6 +8,7 @@ closes it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 from typing import TYPE_CHECKING
@@ -73,10 +74,8 @@ def _freed_later(path: Path) -> Iterator[None]:
     with contextlib.ExitStack() as closing:
         closing.callback(_close, handle)
         yield
-        thread = threading.Thread(target=_close, args=(handle,), name="safeckpt-free", daemon=True)
-        _threads.append(thread)  # first, since an interrupted start may leave it running
-        if start(thread):
-            closing.pop_all()
+        later(functools.partial(_close, handle))
+        closing.pop_all()
 
 
 def _close(handle: disk.Handle) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import safeckpt
 from tests.distributed import groups
 from tests.distributed.scenarios import latest, outcome, rank
 from tests.distributed.training import Kind, Run, manager_of
@@ -20,10 +21,15 @@ from tests.faults import Fault, Operation, Recorder, intercept
 def _recorded(path: Path, kind: Kind) -> list[Operation]:
     run = Run(kind)
     with manager_of(run, path / "run", keep_last=1) as manager:
-        manager.save(1)
-        recorder = Recorder()
-        with intercept(recorder):
-            manager.save(2)
+        return _operations_of_step_2(manager)
+
+
+def _operations_of_step_2(manager: safeckpt.CheckpointManager) -> list[Operation]:
+    """Save steps 1 and 2, and return what this rank does to the directory for the second."""
+    manager.save(1)
+    recorder = Recorder()
+    with intercept(recorder):
+        manager.save(2)
     return recorder.operations
 
 
@@ -81,12 +87,8 @@ def _failed(path: Path, kind: Kind, number: int) -> list[Any]:
     found = []
     run = Run(kind)
     with manager_of(run, path / "run", keep_last=1) as manager:
-        manager.save(1)
-        recorder = Recorder()
-        with intercept(recorder):
-            manager.save(2)
         counts: list[Any] = [None, None]
-        torch.distributed.all_gather_object(counts, len(recorder.operations))
+        torch.distributed.all_gather_object(counts, len(_operations_of_step_2(manager)))
         step = 2
         for victim, most in enumerate(counts):
             for operation in range(1, most + 1):
