@@ -123,9 +123,9 @@ def _growth() -> Report:
         TensorStorageMetadata,
     )
 
-    from safeckpt.distributed.own import merged
+    from safeckpt.distributed.rank_state import merged
     from safeckpt.file import encode, prepare
-    from safeckpt.state.generators import RngStreams
+    from safeckpt.state.random_streams import RngStreams
 
     rows = {}
     for ranks in _GROWTH:

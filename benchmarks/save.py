@@ -12,7 +12,7 @@ import safeckpt
 from benchmarks import peers
 from benchmarks.harness import DURABLE, LIMIT, Contestant, Options, Report, race, settle
 from benchmarks.workloads import Training
-from safeckpt.store import freeing
+from safeckpt.store import deferred
 
 PLAIN = "plain write + fsync"
 MANAGER = "CheckpointManager.save"
@@ -72,7 +72,7 @@ def manager(training: Training, directory: Path) -> Contestant:
     steps = itertools.count(1)
     # The name of the deleted file is gone when save returns; its blocks are freed in the background, and nobody else
     # shall pay for that.
-    return Contestant(MANAGER, lambda: keeper.save(next(steps)), DURABLE, after=freeing.wait, close=keeper.close)
+    return Contestant(MANAGER, lambda: keeper.save(next(steps)), DURABLE, after=deferred.wait, close=keeper.close)
 
 
 def drop_in(training: Training, directory: Path) -> Contestant:

@@ -1,6 +1,5 @@
 """Checkpoints that come back as the same run: finite, whole, verified, and proven equal."""
 
-from safeckpt.catalog import Checkpoint, latest
 from safeckpt.errors import (
     CheckpointNotFoundError,
     ComponentMismatchError,
@@ -43,7 +42,8 @@ from safeckpt.functional import load, save, verify
 from safeckpt.loader import ResumableLoader
 from safeckpt.manager import CheckpointManager
 from safeckpt.proof import ResumeReport, prove_resume
-from safeckpt.replay import ReplayReport
+from safeckpt.run.catalog import Checkpoint, latest
+from safeckpt.run.replay import ReplayReport
 from safeckpt.state import Guard, NonFiniteTensor, check_gradients, find_nonfinite
 from safeckpt.store import Best
 

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from safeckpt.catalog import latest
 from safeckpt.errors import NonFiniteError, SkippedCheckpointWarning
 from safeckpt.functional import load
 from safeckpt.manager import CheckpointManager
+from safeckpt.run.catalog import latest
 
 __all__ = ["main"]
 

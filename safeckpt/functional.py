@@ -10,13 +10,13 @@ from typing import IO, Any
 import torch
 
 from safeckpt import file as _file
-from safeckpt.arguments import as_numbers
 from safeckpt.distributed import whole
 from safeckpt.errors import NonFiniteError
 from safeckpt.file import FileReport
 from safeckpt.state.guard import find_nonfinite, nonfinite_loss
+from safeckpt.state.loss import as_numbers
 from safeckpt.store import commit
-from safeckpt.threads import Progress
+from safeckpt.system.threads import Progress
 
 __all__ = ["load", "save", "verify"]
 

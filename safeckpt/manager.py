@@ -11,14 +11,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from safeckpt.arguments import checked_names, checked_seconds, checked_step
-from safeckpt.catalog import Checkpoint
 from safeckpt.distributed import in_group, same_on_all
 from safeckpt.errors import CheckpointNotFoundError, UncapturedStateWarning
-from safeckpt.replay import Replay, ReplayPolicy, ReplayReport
 from safeckpt.run import Restorer, Rollbacks, Saver, Timeline
-from safeckpt.schedule import Pruning, SaveSchedule
-from safeckpt.signals import StopSignals
+from safeckpt.run.arguments import checked_names, checked_seconds, checked_step
+from safeckpt.run.catalog import Checkpoint
+from safeckpt.run.pruning import Pruning
+from safeckpt.run.replay import Replay, ReplayPolicy, ReplayReport
+from safeckpt.run.schedule import SaveSchedule
+from safeckpt.run.stop_signals import StopSignals
 from safeckpt.state import Guard, register, uncaptured
 from safeckpt.store import Best, CheckpointDirectory, WriterLock
 

@@ -11,31 +11,20 @@ import safeckpt
 PACKAGE = Path(safeckpt.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
-# Each part may import the parts of lower rank, and itself.
-RANKS = {
-    "errors": 0,
-    "libc": 0,
-    "threads": 0,
-    "store": 1,
-    "file": 1,
-    "state": 1,
-    "arguments": 2,
-    "signals": 2,
-    "background": 2,
-    "distributed": 2,
-    "catalog": 2,
-    "loader": 2,
-    "functional": 3,
-    "schedule": 3,
-    "replay": 3,
-    "run": 4,
-    "manager": 5,
-    "proof": 6,
-    "demo": 7,
-    "cli": 8,
-    "__init__": 9,
-    "__main__": 9,
-}
+# The order of the layout, from top to bottom: a part imports itself and the parts below it, nothing above or beside.
+LAYERS = [
+    {"__init__", "__main__"},
+    {"cli"},
+    {"demo"},
+    {"proof"},
+    {"manager"},
+    {"run"},
+    {"functional"},
+    {"loader", "distributed"},
+    {"file", "state", "store"},
+    {"system", "errors"},
+]
+RANKS = {part: -depth for depth, parts in enumerate(LAYERS) for part in parts}
 RENAMES_SYNCS_UNLINKS = {
     "rename", "renames", "replace", "fsync", "fdatasync", "unlink", "remove", "removedirs", "rmdir", "rmtree",
     "truncate", "ftruncate", "link", "symlink",

@@ -9,7 +9,7 @@ import torch
 
 from safeckpt.cli.contents import Contents, Entry, read
 from safeckpt.cli.screen import Screen
-from safeckpt.proof.digest import leaf
+from safeckpt.proof.leaves import leaf
 
 __all__ = ["diff"]
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from safeckpt.catalog import Checkpoint
 from safeckpt.distributed import whole
 from safeckpt.file import CheckpointFolder, FileReport, open_checkpoint
 from safeckpt.proof.captured import named_values
-from safeckpt.proof.digest import flatten
+from safeckpt.proof.leaves import flatten
+from safeckpt.run.catalog import Checkpoint
 from safeckpt.state.component import Captured, Component
 from safeckpt.state.snapshot import RESERVED_KEY
 

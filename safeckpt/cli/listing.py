@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from safeckpt.catalog import Catalog, Checkpoint, reason_of
 from safeckpt.cli.contents import Contents, Entry, read
 from safeckpt.cli.screen import Screen, number, size
 from safeckpt.errors import LoadError
-from safeckpt.proof.digest import flatten, leaf
+from safeckpt.proof.leaves import flatten, leaf
+from safeckpt.run.catalog import Catalog, Checkpoint, reason_of
 from safeckpt.state import find_nonfinite
 from safeckpt.store import CheckpointDirectory
 

@@ -12,12 +12,12 @@ import click
 import torch
 from rich.progress import Progress
 
-from safeckpt.catalog import Catalog, reason_of
 from safeckpt.cli.contents import read
 from safeckpt.cli.screen import Screen, size
 from safeckpt.errors import LoadError
 from safeckpt.file import is_folder
 from safeckpt.functional import save, verify
+from safeckpt.run.catalog import Catalog, reason_of
 from safeckpt.store import (
     Best,
     CheckpointDirectory,

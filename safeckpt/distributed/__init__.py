@@ -1,7 +1,7 @@
 """Many processes as one run: agreement between ranks, what each rank has of its own, and shards."""
 
 from safeckpt.distributed.group import Group, Ranks, group_of_this_process, in_group, same_on_all
-from safeckpt.distributed.own import (
+from safeckpt.distributed.rank_state import (
     differing,
     digests_of,
     drifted,

@@ -21,7 +21,7 @@ from safeckpt.errors import DamagedCheckpointError, LoadError, UnsavableStateErr
 from safeckpt.file import INDEX, CheckpointFolder, ShardFile
 from safeckpt.state import RESERVED_KEY, Component
 from safeckpt.state.fsdp import reshard
-from safeckpt.state.generators import RngStreams
+from safeckpt.state.random_streams import RngStreams
 from safeckpt.state.tree import join, local_part, map_tensors, named_tensors
 
 __all__ = [

@@ -19,7 +19,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Self
 from zlib import crc32
 
-from safeckpt.threads import start, worker_count
+from safeckpt.system.threads import start, worker_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

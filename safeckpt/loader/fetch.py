@@ -24,9 +24,9 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from safeckpt.loader.generators import find_generators, reseed
+from safeckpt.loader.private_generators import find_generators, reseed
 from safeckpt.loader.streams import mix, restore_streams, save_streams, seed_streams
-from safeckpt.state.generators import GeneratorComponent
+from safeckpt.state.random_streams import GeneratorComponent
 
 __all__ = ["IterableFetch", "MapFetch", "StartWorker", "inner_loader"]
 

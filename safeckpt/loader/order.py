@@ -20,10 +20,10 @@ from torch.utils.data import (
 )
 
 from safeckpt.errors import StateMismatchError, UncapturedStateWarning
-from safeckpt.loader.generators import find_generators
+from safeckpt.loader.private_generators import find_generators
 from safeckpt.loader.streams import PrivateStreams
 from safeckpt.state.component import Captured
-from safeckpt.state.generators import GeneratorComponent
+from safeckpt.state.random_streams import GeneratorComponent
 
 __all__ = ["EpochOrder", "sampler_chain"]
 

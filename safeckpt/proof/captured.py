@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from safeckpt.proof.digest import Leaf, flatten, leaf
+from safeckpt.proof.leaves import Leaf, flatten, leaf
 from safeckpt.state.component import Captured, Component
 from safeckpt.state.snapshot import RESERVED_KEY, capture
 from safeckpt.state.tree import join

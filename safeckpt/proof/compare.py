@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from safeckpt.proof.captured import CAPTURED, FIRST_TO_BLAME, GRADIENT, SOFT
-from safeckpt.proof.digest import Leaf, flatten, leaf
+from safeckpt.proof.leaves import Leaf, flatten, leaf
 from safeckpt.proof.live import BUFFER
 from safeckpt.proof.runs import Record
 

@@ -22,9 +22,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from safeckpt.proof.captured import stream_key
-from safeckpt.proof.digest import Leaf, flatten, leaf
-from safeckpt.state.generators import GeneratorComponent, RngStreams
+from safeckpt.proof.leaves import Leaf, flatten, leaf
 from safeckpt.state.module import clean_modules, unwrap
+from safeckpt.state.random_streams import GeneratorComponent, RngStreams
 from safeckpt.state.tree import join
 
 __all__ = ["BUFFER", "MAIN_AGAIN", "LiveObjects"]

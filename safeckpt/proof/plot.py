@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from safeckpt.proof.digest import flatten
+from safeckpt.proof.leaves import flatten
 
 if TYPE_CHECKING:
     from safeckpt.proof.report import ResumeReport

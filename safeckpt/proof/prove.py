@@ -19,7 +19,7 @@ from safeckpt.proof.compare import findings, first_difference, first_index, rela
 from safeckpt.proof.report import KillReport, ResumeReport
 from safeckpt.proof.runs import KILLED, RESUMED, STRAIGHT, Build, Job, Record, Restore, TrainStep, run
 from safeckpt.proof.workers import Functions, Worker, importing
-from safeckpt.state.generators import RngStreams
+from safeckpt.state.random_streams import RngStreams
 
 __all__ = ["prove_resume"]
 

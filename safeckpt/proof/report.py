@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from safeckpt.proof.compare import TOLERANCES, Difference, Findings, first_index, relative_difference
-from safeckpt.proof.digest import flatten
+from safeckpt.proof.leaves import flatten
 from safeckpt.proof.text import one_screen
 
 __all__ = ["KillReport", "ResumeReport"]

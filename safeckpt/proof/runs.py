@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from safeckpt.arguments import as_floats
 from safeckpt.errors import SafeckptWarning
 from safeckpt.file import open_file
 from safeckpt.manager import CheckpointManager
 from safeckpt.proof.captured import captured_leaves, named_values
-from safeckpt.proof.digest import Leaf, leaf
+from safeckpt.proof.leaves import Leaf, leaf
 from safeckpt.proof.live import LiveObjects
 from safeckpt.state import register
 from safeckpt.state.component import Captured
 from safeckpt.state.environment import environment
+from safeckpt.state.loss import as_floats
 from safeckpt.state.snapshot import RESERVED_KEY
 
 __all__ = ["KILLED", "RESUMED", "STRAIGHT", "Job", "Moment", "Record", "Restore", "run"]

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from safeckpt.proof.digest import flatten
+from safeckpt.proof.leaves import flatten
 
 if TYPE_CHECKING:
     from safeckpt.proof.compare import Difference

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from safeckpt.catalog import Checkpoint, Opened, reason_of, skipped
 from safeckpt.distributed import Held, in_group, laid_out, payload_for, read_shards, same_on_all, shards_of, with_places
 from safeckpt.errors import (
     CheckpointNotFoundError,
@@ -27,6 +26,7 @@ from safeckpt.errors import (
     LoadError,
     NoGoodCheckpointError,
 )
+from safeckpt.run.catalog import Checkpoint, Opened, reason_of, skipped
 from safeckpt.run.timeline import Timeline
 from safeckpt.state import RESERVED_KEY, Baseline, Component, Guard, Plan, guard_from_record, plan
 

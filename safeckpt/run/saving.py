@@ -20,9 +20,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from safeckpt.arguments import as_floats, as_numbers, checked_metrics, checked_step
-from safeckpt.background import BackgroundWriter
-from safeckpt.catalog import Checkpoint
 from safeckpt.distributed import (
     Group,
     Held,
@@ -52,9 +49,12 @@ from safeckpt.errors import (
     drift_text,
 )
 from safeckpt.file import INDEX, PreparedFile, ShardFile, encode, prepare
-from safeckpt.replay import Replay
+from safeckpt.run.arguments import checked_metrics, checked_step
+from safeckpt.run.background import BackgroundWriter
+from safeckpt.run.catalog import Checkpoint
+from safeckpt.run.pruning import Pruning
+from safeckpt.run.replay import Replay
 from safeckpt.run.timeline import Timeline
-from safeckpt.schedule import Pruning
 from safeckpt.state import (
     RESERVED_KEY,
     Baseline,
@@ -69,7 +69,8 @@ from safeckpt.state import (
     refuse_unreduced,
     to_cpu,
 )
-from safeckpt.threads import Progress
+from safeckpt.state.loss import as_floats, as_numbers
+from safeckpt.system.threads import Progress
 
 __all__ = ["Saver"]
 

@@ -9,8 +9,6 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from safeckpt.arguments import checked_step
-from safeckpt.catalog import Catalog, Checkpoint
 from safeckpt.distributed import Group, group_of_this_process, in_group, same_on_all
 from safeckpt.errors import (
     DirectoryInUseError,
@@ -19,7 +17,9 @@ from safeckpt.errors import (
     GroupDestroyedError,
     StepExistsError,
 )
-from safeckpt.schedule import SaveSchedule
+from safeckpt.run.arguments import checked_step
+from safeckpt.run.catalog import Catalog, Checkpoint
+from safeckpt.run.schedule import SaveSchedule
 from safeckpt.store import CheckpointDirectory, EventLog, WriterLock
 
 __all__ = ["Timeline"]

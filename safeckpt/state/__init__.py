@@ -1,7 +1,7 @@
 """Live objects to payload and back. No file is opened here."""
 
+from safeckpt.state.baseline import Baseline, Verdict, guard_from_record
 from safeckpt.state.component import Component
-from safeckpt.state.finite import Baseline, Verdict, guard_from_record
 from safeckpt.state.fsdp import refuse_unreduced
 from safeckpt.state.gradients import Gradients
 from safeckpt.state.guard import Guard, NonFiniteTensor, check_gradients, find_nonfinite, nonfinite_loss

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from safeckpt.errors import NonFiniteError
-from safeckpt.state.scan import NonFiniteTensor, scan
+from safeckpt.state.nonfinite import NonFiniteTensor, scan
 from safeckpt.state.tree import join, named_leaves
 
 __all__ = [

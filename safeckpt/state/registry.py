@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader
 
 from safeckpt.state.component import Component, class_name
 from safeckpt.state.fsdp import reshard
-from safeckpt.state.generators import GeneratorComponent, RngStreams
 from safeckpt.state.module import ModuleComponent, unwrap
 from safeckpt.state.optimizer import OptimizerComponent
+from safeckpt.state.random_streams import GeneratorComponent, RngStreams
 from safeckpt.state.scheduler import SchedulerComponent
 from safeckpt.state.stateful import CountersComponent, LoaderComponent, ScalerComponent, StatefulComponent
 

@@ -20,8 +20,8 @@ from safeckpt.errors import ComponentMismatchError, StateMismatchError
 from safeckpt.state.component import Captured, Component
 from safeckpt.state.environment import differences, environment
 from safeckpt.state.fsdp import drop_unreduced, reshard
-from safeckpt.state.generators import RngStreams
 from safeckpt.state.module import ModuleComponent
+from safeckpt.state.random_streams import RngStreams
 from safeckpt.state.transfer import Reader, Transfer
 from safeckpt.state.tree import join
 

@@ -14,7 +14,7 @@ import torch
 
 from safeckpt.state.transfer import Transfer, fresh
 from safeckpt.state.tree import Cluster, cloned, clusters_of, map_tensors, named_tensors
-from safeckpt.threads import start
+from safeckpt.system.threads import start
 
 __all__ = ["Staging"]
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import torch
 
-from safeckpt.libc import linux_call
-from safeckpt.threads import in_threads
+from safeckpt.system.libc import linux_call
+from safeckpt.system.threads import in_threads
 
 __all__ = ["Reader", "Transfer", "fresh"]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, cast
 
 from safeckpt.errors import DurabilityUnknownError, SafeckptWarning
-from safeckpt.store import disk, freeing, names
+from safeckpt.store import deferred, disk, names
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,7 +62,7 @@ def commit(
         One pass of writing, one fsync of the file, one of the directory.
     """
     target = _target(path)
-    freeing.wait()
+    deferred.wait()
     temp: Path | None = None
     file: NewFile | None = None
     claim: disk.Handle | None = None
@@ -86,7 +86,7 @@ def commit(
                 if claim is None:  # one came between the two lines above
                     file.close()
             result = _fill(file, write, check)
-            freeing.put(temp, target)  # type: ignore[arg-type]  # a file has its temporary name
+            deferred.replace(temp, target)  # type: ignore[arg-type]  # a file has its temporary name
             claim.close()
         except BaseException as error:
             _discard(file, claim, temp, error)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TypeVar
 
 from safeckpt.errors import DurabilityUnknownError, SafeckptWarning, StepExistsError
-from safeckpt.store import disk, freeing, names
+from safeckpt.store import deferred, disk, names
 from safeckpt.store.commit import commit, write_new
 from safeckpt.store.events import EventLog
 from safeckpt.store.losses import LossLog
@@ -140,7 +140,7 @@ class CheckpointDirectory:
             OSError: It cannot be made.
         """
         self._refuse_existing(step)
-        freeing.wait()
+        deferred.wait()
         for left in list(self._undeleted):
             self._remove_tree(left)  # and tell, when that fails again
         path = self.path / names.temp_name(names.folder_name(step))
@@ -256,7 +256,7 @@ class CheckpointDirectory:
 
     def settle(self) -> None:
         """Return when everything that was deleted is gone: at the end of the process nobody would go on with it."""
-        freeing.wait()
+        deferred.wait()
 
     def _names(self) -> list[str]:
         try:
@@ -274,11 +274,11 @@ class CheckpointDirectory:
                 _warn(f"{path} is no longer needed and could not be deleted: {error}. The next save tries it again.")
                 return False
             # Not with descriptors held: NFS keeps such files in the directory under another name.
-            freeing.later(functools.partial(self._remove_quietly, temp))
+            deferred.run(functools.partial(self._remove_quietly, temp))
             return True
         try:
             with contextlib.suppress(FileNotFoundError):  # somebody else deleted it: all the better
-                freeing.delete(path)
+                deferred.delete(path)
         except OSError as error:
             _warn(f"{path} is no longer needed and could not be deleted: {error}. It is tried again at the next save.")
             return False

@@ -20,7 +20,7 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, cast
 
-from safeckpt.libc import linux_call
+from safeckpt.system.libc import linux_call
 
 if TYPE_CHECKING:
     from types import TracebackType

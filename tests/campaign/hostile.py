@@ -25,7 +25,7 @@ from safeckpt.file.checksum import CrcPool
 from safeckpt.file.trailer import TRAILER_BYTES
 from tests.campaign.outcome import Outcome, Scale
 from tests.file import test_hostile as known
-from tests.file import test_scan as op
+from tests.file import test_pickle_scan as op
 from tests.file.states import sealed, written
 
 MOST_SECONDS = 5.0  # of processor time for one file of up to 20 MB

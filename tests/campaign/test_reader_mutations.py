@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 
 import safeckpt
-from safeckpt import catalog
-from safeckpt.file import calls, damage, directory, loading, read, scan
+from safeckpt.file import pickle_calls, pickle_scan
+from safeckpt.file.reading import central_directory, checkpoint_file, damage, loading
+from safeckpt.run import catalog
 from tests import faults
 from tests.campaign import damage as damage_class
 from tests.campaign.outcome import Outcome
 from tests.file import test_hostile as hostile
-from tests.file import test_scan as op
+from tests.file import test_pickle_scan as op
 
 CHANGED = {}  # source of what was changed before, by its code
 
@@ -86,31 +87,31 @@ def flagged():
     return hostile.patched(data, 38, 0x10)
 
 
-_SCANNER = scan._Scanner
+_SCANNER = pickle_scan._Scanner
 HOSTILE = {
     "accept compressed records": (
         deflated,
-        (directory._entries, "if method or flags", "if flags"),
-        (directory._entries, "if size != packed", "if False"),
-        (directory._check_foreign_layout, "or method or flags & ~0x808", ""),
-        (directory._check_foreign_layout, "entry.data_offset + entry.size", "entry.data_offset"),
+        (central_directory._entries, "if method or flags", "if flags"),
+        (central_directory._entries, "if size != packed", "if False"),
+        (central_directory._check_foreign_layout, "or method or flags & ~0x808", ""),
+        (central_directory._check_foreign_layout, "entry.data_offset + entry.size", "entry.data_offset"),
         (damage.check_records, "[entry for entry in directory.entries if entry.size]", "[]"),
     ),
     "accept two records of one name": (
         lambda: zipped(first=[("archive/DATA.PKL", hostile.pickled(b"N"))]),
-        (directory._check_names, "if name.lower() in seen:", "if False:"),
+        (central_directory._check_names, "if name.lower() in seen:", "if False:"),
     ),
     "accept names that lead outside": (
         lambda: zipped(("archive/../../x", b"")),
-        (directory._check_names, '{".", ".."} & set(parts)', "False"),
+        (central_directory._check_names, '{".", ".."} & set(parts)', "False"),
     ),
     "accept the attribute of a folder": (
         flagged,
-        (directory._entries, "if attributes & _DOS_ATTRIBUTES or disk:", "if False:"),
+        (central_directory._entries, "if attributes & _DOS_ATTRIBUTES or disk:", "if False:"),
     ),
     "skip the local headers": (
         hostile.with_header_elsewhere,
-        (directory.check_local_headers, "if header != archive.local_header(entry):", "if False:"),
+        (central_directory.check_local_headers, "if header != archive.local_header(entry):", "if False:"),
     ),
     "skip what a shared record pays for": (
         lambda: packed("broadcast"),
@@ -118,7 +119,7 @@ HOSTILE = {
     ),
     "skip the depth": (
         lambda: own("deep key"),
-        (scan._deeper, "if depth >= MOST_DEPTH:", "if False:"),
+        (pickle_scan._deeper, "if depth >= MOST_DEPTH:", "if False:"),
         (_SCANNER._count_hashed, "if self._hash_steps", "if False and self._hash_steps"),
     ),
     "skip the cost of keys": (
@@ -135,13 +136,13 @@ HOSTILE = {
     ),
     "let bytearray take a number": (
         lambda: own("memory"),
-        (calls._check_bytearray, "if not args:", "if True:"),
+        (pickle_calls._check_bytearray, "if not args:", "if True:"),
     ),
     "let a set take a tensor": (
         lambda: hostile.own_file(
             hostile.pickled(b"c__builtin__\nset\n(" + op.tensor(size=(1000,), stride=(0,)) + b"tR")
         ),
-        (calls.result_of, "if args and name in _CONTAINERS and", "if False and"),
+        (pickle_calls.result_of, "if args and name in _CONTAINERS and", "if False and"),
     ),
     "skip the check of sparse indices": (
         lambda: own("bad sparse indices"),
@@ -181,9 +182,11 @@ def victims(tmp_path, outcome):
 
 
 DAMAGE = {
-    "skip the digest": [(read.CheckpointFile.verify, "!= self.trailer.root:", "is None:")],
+    "skip the digest": [(checkpoint_file.CheckpointFile.verify, "!= self.trailer.root:", "is None:")],
     "ignore the CRC-32s of a file by torch": [(damage.check_records, "if crc != entry.crc", "if False")],
-    "verify nothing before a load": [(read.CheckpointFile.verify, "directory = self.check_structure()", "return")],
+    "verify nothing before a load": [
+        (checkpoint_file.CheckpointFile.verify, "directory = self.check_structure()", "return")
+    ],
 }
 
 

@@ -19,10 +19,9 @@ from typing import Any
 
 import pytest
 
-from safeckpt import schedule
-from safeckpt.background import BackgroundWriter
-from safeckpt.catalog import Catalog
-from safeckpt.run import Timeline
+from safeckpt.run import Timeline, schedule
+from safeckpt.run.background import BackgroundWriter
+from safeckpt.run.catalog import Catalog
 from safeckpt.store import directory as directory_module
 from safeckpt.store import disk
 from safeckpt.store.lock import WriterLock
@@ -107,7 +106,7 @@ def _return_before_durable() -> None:
 
 def _trust_every_file() -> None:
     """Ignore the digest of a file."""
-    from safeckpt.file.read import CheckpointFile
+    from safeckpt.file.reading.checkpoint_file import CheckpointFile
 
     CheckpointFile.verify = lambda self, *_, **__: None  # type: ignore[method-assign, assignment, return-value]
 
@@ -188,7 +187,7 @@ def _no_lock() -> None:
 
 def _list_once() -> None:
     """Take a file that was pruned meanwhile for one that never was."""
-    from safeckpt import catalog
+    from safeckpt.run import catalog
 
     catalog._MOST_RELISTINGS = 1
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from safeckpt.file import encode
-from safeckpt.file.pickling import pickle_payload
+from safeckpt.file.writing.pickling import pickle_payload
 from tests.file.same import assert_same
 from tests.file.states import loaded, torch_pickle, written
 

@@ -22,7 +22,7 @@ import torch
 
 from safeckpt.errors import UnsavableStateError
 from safeckpt.file import encode
-from safeckpt.file.encode import MOST_LEVELS
+from safeckpt.file.writing.encoding import MOST_LEVELS
 from tests.file.same import assert_same
 from tests.file.states import NAMES, corpus, loaded, round_trip, torch_pickle, written
 

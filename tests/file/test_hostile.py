@@ -14,8 +14,8 @@ import pytest
 from safeckpt.errors import DamagedCheckpointError, LoadError, UntrustedTypeError
 from safeckpt.file import archive, open_file
 from safeckpt.file.checksum import CrcPool
-from safeckpt.file.write import _Writer
-from tests.file import test_scan as op
+from safeckpt.file.writing.write import _Writer
+from tests.file import test_pickle_scan as op
 from tests.file.states import sealed
 
 PROTO, STOP = op.PROTO, op.STOP

@@ -11,15 +11,15 @@ import torch
 
 from safeckpt.errors import DamagedCheckpointError, UntrustedTypeError
 from safeckpt.file import archive, encode, open_file
-from safeckpt.file import storages as storages_module
 from safeckpt.file.checksum import CrcPool
-from safeckpt.file.pickling import pickle_payload
-from safeckpt.file.scan import Scan
-from safeckpt.file.unpickle import unpickle
-from safeckpt.file.write import _Writer
+from safeckpt.file.pickle_scan import Scan
+from safeckpt.file.reading.unpickle import unpickle
+from safeckpt.file.writing import storages
+from safeckpt.file.writing.pickling import pickle_payload
+from safeckpt.file.writing.write import _Writer
 from tests.file import states
 from tests.file import test_hostile as hostile
-from tests.file import test_scan as op
+from tests.file import test_pickle_scan as op
 from tests.file.same import assert_same
 from tests.file.states import loaded, torch_pickle
 
@@ -203,7 +203,7 @@ def test_fewer_small_tensors_are_written_as_torch_does():
 
 def test_records_of_small_tensors_are_bounded(monkeypatch):
     """What a plain torch.load of one tensor keeps alive is bounded, and order is that of the state."""
-    monkeypatch.setattr(storages_module, "_PACK_BYTES", 4096)
+    monkeypatch.setattr(storages, "_PACK_BYTES", 4096)
     state = many()
     pickled = pickle_payload(state)
     assert len(pickled.packed) > 5

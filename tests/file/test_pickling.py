@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from safeckpt.file.pickling import pickle_payload
-from safeckpt.file.scan import scan_pickle
+from safeckpt.file.pickle_scan import scan_pickle
+from safeckpt.file.writing.pickling import pickle_payload
 from tests.file.states import NAMES, corpus, torch_pickle
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse (CSR|BSR|CSC|BSC) tensor support:UserWarning")

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from safeckpt import threads
 from safeckpt.errors import DamagedCheckpointError, FormatVersionError
 from safeckpt.file import FORMAT_VERSION, archive, encode, open_file, verify, write_file
 from safeckpt.file.checksum import CHUNK_BYTES, CrcPool
 from safeckpt.file.trailer import TRAILER_BYTES
-from safeckpt.file.write import _Writer
+from safeckpt.file.writing.write import _Writer
+from safeckpt.system import threads
 from tests.file.same import assert_same
 from tests.file.states import corpus, loaded, trained, written
 

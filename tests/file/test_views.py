@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from safeckpt.file import encode
-from safeckpt.file.pickling import pickle_payload
+from safeckpt.file.writing.pickling import pickle_payload
 from tests.file.same import assert_same, raw_bytes
 from tests.file.states import loaded, torch_pickle, written
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from safeckpt.loader import ResumableLoader
-from safeckpt.state.generators import RngStreams
+from safeckpt.state.random_streams import RngStreams
 from tests.loader.workloads import dataloader
 
 EPOCHS = 2

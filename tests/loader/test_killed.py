@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from safeckpt.state.generators import RngStreams
+from safeckpt.state.random_streams import RngStreams
 from tests.loader.runner import POSITIONS
 from tests.loader.workloads import ORDERS, Augmented, dataloader
 

@@ -89,7 +89,7 @@ def test_save_that_failed_is_due_again(tmp_path: Path) -> None:
 def test_time_since_the_last_save_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a timedelta a save comes at the first step after that time since the last save, restore or start."""
     now = [1000.0]
-    monkeypatch.setattr("safeckpt.schedule.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("safeckpt.run.schedule.time.monotonic", lambda: now[0])
     run = Marked()
     with manager_of(tmp_path, run, save_every=dt.timedelta(minutes=1), keep_last=9) as manager:
         for step, seconds, due in [(1, 59.9, False), (2, 0.2, True), (3, 59, False), (4, 300, True), (5, 10, False)]:

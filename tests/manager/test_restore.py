@@ -282,7 +282,7 @@ def test_newer_format_below_a_good_file_is_not_looked_at(tmp_path: Path) -> None
 def test_bad_sector_is_walked_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that cannot read the newest file any more (EIO) is a reason to walk back; a missing right is not."""
     save_steps(tmp_path, 1, 2)
-    real = safeckpt.catalog.open_checkpoint
+    real = safeckpt.run.catalog.open_checkpoint
 
     def failing(number: int) -> Callable[[Any], Any]:
         def open_file(f: Any) -> Any:
@@ -294,11 +294,11 @@ def test_bad_sector_is_walked_over(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     run = Marked()
     with manager_of(tmp_path, run) as manager:
-        monkeypatch.setattr(safeckpt.catalog, "open_checkpoint", failing(13))
+        monkeypatch.setattr(safeckpt.run.catalog, "open_checkpoint", failing(13))
         with pytest.raises(PermissionError):
             manager.restore()
         assert run.step == 0
-        monkeypatch.setattr(safeckpt.catalog, "open_checkpoint", failing(5))
+        monkeypatch.setattr(safeckpt.run.catalog, "open_checkpoint", failing(5))
         with skipping(step_path(tmp_path, 2), reason="Input/output error"):
             restored = manager.restore()
     assert restored is not None

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from safeckpt import threads
 from safeckpt.state import transfer
 from safeckpt.state.transfer import Transfer, fresh
 from safeckpt.state.tree import copy_tree
+from safeckpt.system import threads
 from tests.training import bits
 
 LARGE = (1 << 20) + 3  # elements: several pieces and a rest, more than one of them for every dtype

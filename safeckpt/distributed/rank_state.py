@@ -1,0 +1,270 @@
+"""What each rank has of its own, in one payload.
+
+The payload that rank 0 captured is the checkpoint: what ranks share is in it once. Beside it stands, for every other
+rank, what that rank has otherwise::
+
+    "safeckpt": {..., "world_size": n, "ranks": [own of rank 1, own of rank 2, ...]}
+    own: {"rng": {...}, "states": {component: state}, "buffers": {module: {key: tensor}},
+          "records": {component: record}, "environment": {...}, "gradients": {...}}
+
+Random streams are always there; anything else only where it differs from rank 0's. One process alone writes neither
+key: its file is what it always was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from safeckpt.distributed.fingerprint import SHARDED, exact_digest_of, fingerprints, joined, layout_of, layouts_of
+from safeckpt.errors import StateMismatchError, UnsavableStateError
+from safeckpt.state import RESERVED_KEY, Component
+from safeckpt.state.random_streams import RngStreams
+from safeckpt.state.tree import join, map_tensors, named_tensors
+
+__all__ = [
+    "differing",
+    "digests_of",
+    "drifted",
+    "foreign",
+    "merged",
+    "own_of",
+    "payload_for",
+    "refuse_parts",
+    "replica_fingerprints",
+    "replica_layouts",
+]
+
+# Ranks that train one model hold equal states of these; of everything else each may have its own.
+_REPLICATED = frozenset({"module", "optimizer", "scheduler", "scaler"})
+
+
+def _is_buffer(record: Mapping[str, Any], key: str, value: Any) -> bool:
+    """Tell whether a module's entry is a buffer: DDP gives those of rank 0 to all at the next forward, FSDP never."""
+    return key not in record["requires_grad"] and not hasattr(value, "to_local")
+
+
+def _split(payload: Mapping[str, Any], name: str) -> tuple[Any, dict[str, Any]]:
+    """Return (what replicas share of a component's state, a module's buffers)."""
+    record = payload[RESERVED_KEY]["components"][name]
+    state = payload[name]
+    if record["kind"] != "module":
+        return state, {}
+    buffers = {key: value for key, value in state.items() if _is_buffer(record, key, value)}
+    return {key: value for key, value in state.items() if key not in buffers}, buffers
+
+
+def _pieces(payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is compared with rank 0's, by name; those with `=` have to be equal."""
+    own = payload[RESERVED_KEY]
+    local = {name: grad for name, grad in own["gradients"].items() if not hasattr(grad, "to_local")}
+    found: dict[str, Any] = {"environment": own["environment"], "gradients": local}
+    for name, record in own["components"].items():
+        state, buffers = _split(payload, name)
+        replicated = record["kind"] in _REPLICATED
+        found[f"={name}" if replicated else f"state {name}"] = state
+        found[f"record {name}"] = record
+        if buffers:
+            found[f"buffers {name}"] = buffers
+    return found
+
+
+def digests_of(payload: Mapping[str, Any]) -> dict[str, str]:
+    """Return a digest for every piece of a captured payload that may differ between ranks.
+
+    Beside the pieces: under `#` which tensors there are in what is replicated.
+
+    Cost:
+        Two to five passes over the tensors that more than one rank has, and one of SHA-256 over what ranks may have of
+        their own.
+    """
+    found = {
+        name: joined(fingerprints(piece).items()) if name[0] == "=" else exact_digest_of(_without_shards(piece))
+        for name, piece in _pieces(payload).items()
+    }
+    found.update((name, joined(fingerprints(shards).items())) for name, shards in _copies_of_shards(payload).items())
+    found["#"] = joined(replica_layouts(payload).items())
+    return found
+
+
+def _without_shards(piece: Any) -> Any:
+    """Return a piece with a text in the place of each sharded tensor, of which each rank has another part."""
+    return map_tensors(piece, lambda tensor: layout_of(tensor) if hasattr(tensor, "to_local") else tensor)
+
+
+def replica_layouts(payload: Mapping[str, Any]) -> dict[str, str]:
+    """Return dtype and shape of every tensor in what is replicated, by name: the same on every rank."""
+    own = payload[RESERVED_KEY]
+    found = {
+        join("gradient", name): layout for name, layout in layouts_of(own["gradients"]) if layout.startswith(SHARDED)
+    }
+    for name, record in own["components"].items():
+        if record["kind"] in _REPLICATED:
+            found[name] = record["kind"]
+            found.update((join(name, key), layout) for key, layout in layouts_of(payload[name]))
+    return found
+
+
+def foreign(digests: list[dict[str, str]]) -> bool:
+    """Tell whether ranks have different tensors in what is replicated: no copies, but parts of something."""
+    return len({one["#"] for one in digests}) > 1
+
+
+def refuse_parts(names: list[str]) -> None:
+    """Refuse to save what is a different part of a model on each rank: only that of rank 0 would be kept.
+
+    Args:
+        names: Of the tensors that not every rank has.
+    """
+    raise UnsavableStateError(
+        location=names[0],
+        type_name="part of a model that is another on each rank",
+        reason="of plain tensors that ranks hold together, the checkpoint has one copy, and not every rank has "
+        + ", ".join(names[:5])
+        + (f" and {len(names) - 5} more" if len(names) > 5 else ""),
+        cure="shard the model with DTensor (fully_shard, parallelize_module); or wrap each rank's part, such as a "
+        "stage of a pipeline, and its optimizer in an object with state_dict and load_state_dict, which is saved for "
+        "every rank.",
+    )
+
+
+def _copies_of_shards(payload: Mapping[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the local parts that other ranks have as well, by what they are a part of: `~` and where in the mesh.
+
+    Ranks that stand at the same place of the dimensions that shard hold the same part (HSDP, and whatever tensor
+    parallelism leaves whole).
+    """
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in named_tensors({key: value for key, value in payload.items() if key != RESERVED_KEY}):
+        if not hasattr(tensor, "to_local"):
+            continue
+        sharded: Any = tensor
+        mesh = sharded.device_mesh
+        place, parts = [], 1
+        for dimension, placement in enumerate(sharded.placements):
+            if placement.is_replicate():
+                place.append("R")
+            else:
+                place.append(f"{placement}@{mesh.get_local_rank(dimension)}/{mesh.size(dimension)}")
+                parts *= mesh.size(dimension)
+        if parts < torch.distributed.get_world_size():
+            found.setdefault("~" + " ".join(place), {})[name] = sharded.to_local()
+    return found
+
+
+def drifted(digests: list[dict[str, str]]) -> list[int]:
+    """Return the ranks whose replicas differ from those of the first rank that has them."""
+    first: dict[str, str] = {}
+    found = []
+    for rank, one in enumerate(digests):
+        replicas = {name: digest for name, digest in one.items() if name[0] in "=~"}
+        if any(first.setdefault(name, digest) != digest for name, digest in replicas.items()):
+            found.append(rank)
+    return found
+
+
+def replica_fingerprints(payload: Mapping[str, Any]) -> dict[str, str]:
+    """Return one fingerprint for each value that replicas share, to find out which of them differ."""
+    shared = {name[1:]: piece for name, piece in _pieces(payload).items() if name.startswith("=")}
+    found = fingerprints(shared)
+    for place, shards in _copies_of_shards(payload).items():
+        found.update((f"{name} {place[1:]}", text) for name, text in fingerprints(shards).items())
+    return found
+
+
+def differing(all_texts: list[dict[str, str]]) -> list[str]:
+    """Return the names of the values of which ranks have different copies, or of which some ranks have none."""
+    first: dict[str, str] = {}
+    for one in all_texts:
+        for name, text in one.items():
+            first.setdefault(name, text)
+    # Local parts are named by where they are in the mesh, so that each is known to some ranks only.
+    shared = {name for name in first if "@" not in name}
+    missing = {name for one in all_texts for name in shared - one.keys()}
+    return sorted(missing | {name for one in all_texts for name, text in one.items() if first[name] != text})
+
+
+def own_of(payload: Mapping[str, Any], digests: Mapping[str, str], first: Mapping[str, str]) -> dict[str, Any]:
+    """Return what this rank has otherwise than rank 0.
+
+    Args:
+        payload: What this rank captured.
+        digests: Its digests.
+        first: Those of rank 0.
+    """
+    mine = payload[RESERVED_KEY]
+    own: dict[str, Any] = {"rng": mine["rng"]}
+    for name, piece in _pieces(payload).items():
+        if name.startswith("=") or digests[name] == first.get(name):
+            continue
+        kind, _, component = name.partition(" ")
+        if component:
+            own.setdefault({"state": "states", "record": "records"}.get(kind, kind), {})[component] = piece
+        else:
+            own[kind] = piece
+    return own
+
+
+def merged(payload: Mapping[str, Any], owns: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the payload of the checkpoint: rank 0's, and what the others have of their own."""
+    return {**payload, RESERVED_KEY: {**payload[RESERVED_KEY], "world_size": len(owns), "ranks": owns[1:]}}
+
+
+def payload_for(
+    payload: Mapping[str, Any], components: Mapping[str, Component], rank: int, size: int, path: object
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the payload as one rank restores it, and what is not as it was because of another number of ranks.
+
+    A rank that was there when it was saved has its own streams, positions and records back. One that was not takes
+    rank 0's, but keeps the random streams and private generators that its script has made: with those of rank 0 two
+    ranks would draw the same numbers.
+
+    Raises:
+        StateMismatchError: Each rank had gradients of its own, which are for that number of ranks only.
+    """
+    saved = payload[RESERVED_KEY]
+    world, ranks = saved.get("world_size", 1), saved.get("ranks", [])
+    if world != size and any("gradients" in one for one in ranks):
+        reason = (
+            f"gradients: saved within an accumulation, with another one on each of {world} ranks, and now there are "
+            f"{size}; restore a step after which nothing was accumulated, or with {world} ranks"
+        )
+        raise StateMismatchError(mismatches=[reason], path=path)
+    result = dict(payload)
+    own = result[RESERVED_KEY] = {key: value for key, value in saved.items() if key not in ("world_size", "ranks")}
+    if 0 < rank < world:
+        _overlay(result, own, ranks[rank - 1])
+    elif rank >= world:
+        own["rng"] = RngStreams.capture()
+        records = own["components"] = dict(own["components"])
+        for name, component in components.items():
+            if name in records and records[name]["kind"] == "generator" == component.kind:
+                live = component.capture()
+                result[name], records[name] = live.state, {"kind": component.kind, **live.record}
+    return result, [] if world == size else [_changed(world, size)]
+
+
+def _overlay(result: dict[str, Any], own: dict[str, Any], mine: Mapping[str, Any]) -> None:
+    own["rng"] = mine["rng"]
+    own["environment"] = mine.get("environment", own["environment"])
+    if "gradients" in mine:  # also where it has none and rank 0 has one; the parts of sharded ones are place holders
+        sharded = {name: grad for name, grad in own["gradients"].items() if not isinstance(grad, torch.Tensor)}
+        own["gradients"] = {**sharded, **mine["gradients"]}
+    own["components"] = {**own["components"], **mine.get("records", {})}
+    result.update(mine.get("states", {}))
+    for name, buffers in mine.get("buffers", {}).items():
+        state = result[name].copy()
+        state.__dict__.update(getattr(result[name], "__dict__", {}))  # an OrderedDict's _metadata
+        state.update(buffers)
+        result[name] = state
+
+
+def _changed(world: int, size: int) -> str:
+    if size > world:
+        who = f"rank {world}" if size == world + 1 else f"ranks {world} to {size - 1}"
+        what = f"{who} keep the random streams of their script and take over what else rank 0 has of its own"
+    else:
+        what = f"the random streams of {world - size} rank(s) are left out"
+    return f"world_size: {world} -> {size} ({what}, and sums over ranks are made in another order)"

@@ -1,0 +1,216 @@
+"""A sharded checkpoint: a directory of files that torch.distributed.checkpoint wrote, and an index that proves them.
+
+The index is a file as any other of ours, and proves itself. It holds size and digest of every other file, so that one
+that is cut, flipped, missing or of another checkpoint is found.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Self
+
+from safeckpt.errors import DamagedCheckpointError
+from safeckpt.file.checksum import CHUNK_BYTES, ChunkDigest, root_of
+from safeckpt.file.file_report import FileReport
+from safeckpt.file.reading.checkpoint_file import CheckpointFile, open_file
+from safeckpt.file.reading.source import source_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+
+    from safeckpt.file.reading.mapping import Mapped
+    from safeckpt.system.threads import Progress
+
+__all__ = ["INDEX", "CheckpointFolder", "ShardFile", "is_folder", "open_checkpoint", "open_folder", "shard_of_bytes"]
+
+INDEX = "safeckpt.pt"
+
+ShardFile = tuple[str, int, str]  # name, size in bytes, digest in hex
+
+
+def shard_of_bytes(name: str, data: bytes) -> ShardFile:
+    """Return what the index says about a file with this content."""
+    digest = ChunkDigest()
+    digest.add(data)
+    return name, digest.size_bytes, digest.root()
+
+
+def _shard_of(path: Path, progress: Progress | None = None) -> ShardFile:
+    """Return name, size and digest of a file, which is read once, in a few threads."""
+    source = source_of(path)
+    try:
+        size = source.size_bytes
+        chunks = [(start, min(CHUNK_BYTES, size - start)) for start in range(0, size, CHUNK_BYTES)]
+        return path.name, size, root_of(source.crcs(chunks, progress), size)
+    finally:
+        source.close()
+
+
+def is_folder(f: str | os.PathLike[str] | IO[bytes]) -> bool:
+    """Return whether this is a sharded checkpoint, or what is left of one; an open file is none."""
+    if not isinstance(f, (str, os.PathLike)):
+        return False
+    path = Path(f)
+    return path.is_dir() and ((path / INDEX).exists() or next(path.glob("*.distcp"), None) is not None)
+
+
+def open_checkpoint(f: str | os.PathLike[str] | IO[bytes]) -> CheckpointFile | CheckpointFolder:
+    """Open a file, or the directory of a sharded checkpoint; use it as a context manager.
+
+    Raises:
+        LoadError, OSError: What `open_file` and `open_folder` raise.
+    """
+    if is_folder(f):
+        return open_folder(f)  # type: ignore[arg-type]  # no open file is one
+    if isinstance(f, (str, os.PathLike)) and Path(f).is_dir():
+        text = f"Is a directory and no checkpoint; safeckpt.latest({os.fspath(f)!r}) finds the newest in it"
+        raise IsADirectoryError(errno.EISDIR, text, os.fspath(f))
+    return open_file(f)
+
+
+def open_folder(path: str | os.PathLike[str]) -> CheckpointFolder:
+    """Open a sharded checkpoint; use it as a context manager.
+
+    Raises:
+        DamagedCheckpointError: It has no index, or the index is no file of ours.
+        FormatVersionError: It was written in a newer format.
+        FileNotFoundError: There is no such directory.
+        OSError: From the system, as it is.
+    """
+    path = Path(path)
+    try:
+        return CheckpointFolder(path, open_file(path / INDEX))
+    except FileNotFoundError:
+        if not path.is_dir():
+            raise
+        raise DamagedCheckpointError(path=path, reason=f"it has no {INDEX}", record=INDEX) from None
+
+
+class CheckpointFolder:
+    """One open sharded checkpoint.
+
+    Attributes:
+        path: The directory.
+        index: Its index.
+        size_bytes: Size of all files.
+    """
+
+    def __init__(self, path: Path, index: CheckpointFile) -> None:
+        self.path = str(path)
+        self.index = index
+        self.size_bytes = index.size_bytes
+        self._place = path
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def root(self) -> str | None:
+        """The digest of the index, which covers those of all other files."""
+        return self.index.root
+
+    def close(self) -> None:
+        """Close the index."""
+        self.index.close()
+
+    def header(self) -> dict[str, Any] | None:
+        """Return the header of the index, see `CheckpointFile.header`."""
+        return self.index.header()
+
+    def check_structure(self) -> object:
+        """Check the index and that no file is missing; no data is read.
+
+        Raises:
+            DamagedCheckpointError: Something is wrong with it.
+        """
+        directory = self.index.check_structure()
+        header = self.header() or {}
+        shards, size = header.get("shards"), header.get("shards_bytes")
+        if not isinstance(shards, int) or not isinstance(size, int):
+            raise self._damaged("its index is not one of a directory", INDEX)
+        found = sum(1 for _ in self._place.iterdir()) - 1
+        if found < shards:
+            raise DamagedCheckpointError(path=self.path, reason=f"{shards - found} of its {shards} files are missing")
+        self.size_bytes = self.index.size_bytes + size
+        return directory
+
+    def load(self, map_location: Any = None, *, mmap: bool = False) -> Any:
+        """Return what is in the index: the whole state but for the tensors in the other files."""
+        return self.index.load(map_location, mmap=mmap)
+
+    def load_mapped(self) -> tuple[Any, Mapped]:
+        """Return the index's payload, mapped to its file; see `CheckpointFile.load_mapped`."""
+        return self.index.load_mapped()
+
+    def shards(self) -> list[ShardFile]:
+        """Return what the index says about the other files.
+
+        Raises:
+            DamagedCheckpointError: It says nothing.
+        """
+        try:
+            return [(str(name), int(size), str(root)) for name, size, root in self.load("cpu")["safeckpt"]["files"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._damaged("its index does not say what belongs to it", INDEX) from error
+
+    def verify(self, part: int = 0, parts: int = 1, *, progress: Progress | None = None) -> FileReport:
+        """Check every byte.
+
+        Args:
+            part: Which of the files: those of one of `parts` equal parts. The index is always checked.
+            parts: How many ranks share the work.
+            progress: Called with bytes done and bytes in all as the check goes on; at its end with both equal.
+
+        Raises:
+            DamagedCheckpointError: Naming the file.
+
+        Cost:
+            One pass over these files.
+        """
+        report = self.index.verify()
+        shards = self.shards()
+        self._check(shards[part::parts], progress)
+        self.check_structure()
+        return FileReport(
+            path=self.path,
+            size_bytes=self.size_bytes,
+            records=len(shards) + 1,
+            self_proving=True,
+            format_version=report.format_version,
+            root=report.root,
+            header=report.header,
+        )
+
+    def _check(self, shards: Sequence[ShardFile], progress: Progress | None) -> None:
+        done, total = self.index.size_bytes, self.index.size_bytes + sum(size for _, size, _ in shards)
+
+        def so_far(done_bytes: int, _: int = 0) -> None:
+            if progress is not None:
+                progress(done + done_bytes, total)
+
+        for name, size, root in shards:
+            if Path(name).name != name:
+                raise self._damaged(f"its index names {name!r}", INDEX)
+            try:
+                _, found_size, found_root = _shard_of(self._place / name, so_far)
+            except FileNotFoundError:
+                if not self._place.is_dir():
+                    raise  # pruned by its writer
+                raise self._damaged(f"{name} is missing", name) from None
+            if found_size != size:
+                raise self._damaged(f"{name} has {found_size} bytes, {size} were written", name)
+            if found_root != root:
+                raise self._damaged(f"{name} is not what was written", name)
+            done += size
+        so_far(0)
+
+    def _damaged(self, reason: str, record: str) -> DamagedCheckpointError:
+        return DamagedCheckpointError(path=self.path, reason=reason, record=record)

@@ -1,0 +1,317 @@
+"""Write one file: an ordinary torch file that proves itself.
+
+torch's own writer is not used. It aborts the process when ``write()`` raises inside its destructor, hides
+KeyboardInterrupt and errno behind a RuntimeError, and takes its CRC-32s in the writing thread. Here an error of
+``write()`` surfaces as it is, and checksums are computed in other threads while the caller's thread writes.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import json
+import sys
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+from zlib import crc32
+
+from safeckpt.errors import UnsavableStateError
+from safeckpt.file import archive
+from safeckpt.file.archive import ALIGNMENT_BYTES, MOST_HEADER_BYTES
+from safeckpt.file.checksum import CHUNK_BYTES, ChunkDigest, CrcPool, combine
+from safeckpt.file.gc_pause import no_collection
+from safeckpt.file.pickle_scan import PickleError, UntrustedGlobalError, scan_pickle
+from safeckpt.file.trailer import TRAILER_BYTES, Trailer
+from safeckpt.file.writing.pickling import pickle_payload
+from safeckpt.file.writing.views import StorageTypeConflictError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from safeckpt.file.archive import Buffer, Entry
+    from safeckpt.file.checksum import CrcTask
+    from safeckpt.file.writing.pickling import Pickled
+    from safeckpt.file.writing.record_content import Content
+    from safeckpt.system.threads import Progress
+
+__all__ = ["PreparedFile", "Writable", "WrittenFile", "header_bytes", "prepare", "write_file", "write_joined"]
+
+_SMALL_BYTES = 64 << 10  # below this, copying into one buffer is cheaper than a system call and a thread
+_JOINED_BYTES = 1 << 20  # small pieces are joined up to about this before they are written
+_AHEAD_BYTES = 8 * CHUNK_BYTES  # how far the checksums may run before the write
+_ID_BYTES = 40
+
+
+class Writable(Protocol):
+    """Anything that takes bytes."""
+
+    def write(self, data: Any, /) -> Any:
+        """Write bytes and return how many, or None when all were taken."""
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """What was written.
+
+    Attributes:
+        size_bytes: Length of the file, trailer included.
+        root: The digest in the trailer, in hex.
+        records: Number of records in the archive.
+    """
+
+    size_bytes: int
+    root: str
+    records: int
+
+
+def header_bytes(header: Mapping[str, Any]) -> bytes:
+    """Return the header record: JSON in ASCII, on one line, keys in the order given."""
+    data = json.dumps(dict(header), separators=(",", ":")).encode("ascii") + b"\n"
+    if len(data) > MOST_HEADER_BYTES:
+        raise ValueError(f"a header of {len(data)} bytes; {MOST_HEADER_BYTES} are the most")
+    return data
+
+
+@dataclass(frozen=True)
+class PreparedFile:
+    """A file that is all decided and not yet written: its pickle is made and checked, its length is known.
+
+    It refers to the tensors of its payload, which must not change before it is written.
+
+    Attributes:
+        size_bytes: Length that the file will have, trailer included.
+    """
+
+    size_bytes: int
+    _names: Sequence[str]
+    _contents: Sequence[Content | bytes]
+
+    def write(self, f: Writable, progress: Progress | None = None) -> WrittenFile:
+        """Write it.
+
+        Args:
+            f: Where to write; raw files that write short are fine.
+            progress: Called with bytes written and bytes in all, after each piece of some megabytes.
+
+        Returns:
+            Size and digest.
+
+        Raises:
+            OSError: From ``f``, as it is; what was written so far is not a whole file.
+
+        Cost:
+            One pass over the data and its bytes written once. CPU tensors are not copied; a tensor on another
+            device is staged through host memory one chunk at a time.
+        """
+        with CrcPool() as pool:
+            return _Writer(f, pool, progress, self.size_bytes).write(self._names, self._contents)
+
+
+def prepare(
+    payload: object, *, header: Mapping[str, Any] | None = None, pickle_protocol: int = 2, trailer: bool = True
+) -> PreparedFile:
+    """Pickle a payload and lay the file out; nothing is written.
+
+    The bytes depend on the payload and the header alone.
+
+    Args:
+        payload: What :func:`safeckpt.file.writing.encoding.encode` returned.
+        header: JSON values to be found without unpickling, see :meth:`CheckpointFile.header`.
+        pickle_protocol: 2, or 3.
+        trailer: Whether it proves itself; a part of another file, see :func:`write_joined`, has none.
+
+    Raises:
+        UnsavableStateError: A load would refuse it: the payload did not come from ``encode``.
+    """
+    try:
+        with no_collection():
+            pickled = pickle_payload(payload, pickle_protocol)
+    except StorageTypeConflictError as error:
+        raise UnsavableStateError(location="payload", type_name="torch.Tensor", reason=str(error)) from None
+    if not pickled.plain:
+        _check_readable(pickled)
+    contents: list[Content | bytes] = []
+    if header is not None:
+        contents.append(header_bytes(header))
+    if pickled.packed:
+        contents.append(json.dumps(list(pickled.packed), separators=(",", ":")).encode("ascii") + b"\n")
+    byteorder = sys.byteorder.encode("ascii")
+    contents += [pickled.data, b"1", b"%d" % ALIGNMENT_BYTES, byteorder, *pickled.contents, b"3\n"]
+    names = archive.record_names(len(pickled.contents), header=header is not None, packs=bool(pickled.packed))
+    entries, directory_offset = archive.layout(_sizes(names, contents))
+    trailer_bytes = TRAILER_BYTES if trailer else 0
+    end = archive.end_of_archive(len(entries), directory_offset, 0, trailer_bytes)
+    directory_bytes = len(archive.central_directory(entries))
+    return PreparedFile(directory_offset + directory_bytes + len(end) + trailer_bytes, names, contents)
+
+
+def write_joined(parts: Sequence[PreparedFile], f: Writable) -> tuple[list[int], WrittenFile]:
+    """Write files one after the other into one.
+
+    Args:
+        parts: Made by :func:`prepare` with ``trailer=False``.
+        f: Where to write.
+
+    Returns:
+        At which byte each begins, and size and digest of all of it.
+
+    Raises:
+        OSError: From ``f``, as it is.
+    """
+    with CrcPool() as pool:
+        writer = _Writer(f, pool)
+        offsets = [writer.archive(part._names, part._contents, comment_bytes=0) for part in parts]
+        return offsets, writer.finish(len(parts))
+
+
+def write_file(
+    payload: object, f: Writable, *, header: Mapping[str, Any] | None = None, pickle_protocol: int = 2
+) -> WrittenFile:
+    """Prepare a payload and write it, see :func:`prepare` and :meth:`PreparedFile.write`."""
+    return prepare(payload, header=header, pickle_protocol=pickle_protocol).write(f)
+
+
+def _sizes(names: Sequence[str], contents: Sequence[Content | bytes]) -> list[tuple[str, int]]:
+    sizes = [len(data) if isinstance(data, bytes) else data.nbytes for data in contents]
+    return list(zip(names, [*sizes, _ID_BYTES], strict=True))
+
+
+def _check_readable(pickled: Pickled) -> None:
+    """Read the pickle as a load will, before a byte of it is on the disk.
+
+    Raises:
+        UnsavableStateError: A load would refuse it: the payload did not come from encode(), or changed since.
+    """
+    try:
+        scan_pickle(pickled.data)
+    except UntrustedGlobalError as error:
+        raise UnsavableStateError(location="payload", type_name=error.name) from None
+    except PickleError as error:
+        raise UnsavableStateError(location="payload", type_name="structure", reason=str(error)) from None
+
+
+class _Writer:
+    """The sink: counts, digests, joins small writes."""
+
+    def __init__(self, f: Writable, pool: CrcPool, progress: Progress | None = None, size_bytes: int = 0) -> None:
+        self._progress = progress
+        self._size_bytes = size_bytes
+        self._sent_bytes = 0
+        self._f = f
+        self._pool = pool
+        self._small = bytearray()
+        self._digest = ChunkDigest()
+
+    def write(self, names: Sequence[str], contents: Sequence[Content | bytes]) -> WrittenFile:
+        """Write a file with its trailer."""
+        self.archive(names, contents, comment_bytes=TRAILER_BYTES)
+        written = self.finish(len(names))
+        self._send(Trailer(root=written.root, size_bytes=written.size_bytes).to_bytes())
+        return WrittenFile(written.size_bytes + TRAILER_BYTES, written.root, written.records)
+
+    def archive(self, names: Sequence[str], contents: Sequence[Content | bytes], *, comment_bytes: int) -> int:
+        """Write the records, the last of which is the serialization id, and the tables; return where they begin."""
+        start = self._digest.size_bytes + len(self._small)
+        entries, directory_offset = archive.layout(_sizes(names, contents))
+        pieces = self._ahead(_pieces(entries, contents, start))
+        for entry in entries[:-1]:
+            self._record(entry, pieces)
+        self._record(entries[-1], iter([(memoryview(_serialization_id(entries)), None)]))
+        directory = archive.central_directory(entries)
+        self._put(directory)
+        self._put(archive.end_of_archive(len(entries), directory_offset, len(directory), comment_bytes))
+        return start
+
+    def finish(self, records: int) -> WrittenFile:
+        """Write what is left, and return size and digest of all so far."""
+        self._flush()
+        return WrittenFile(self._digest.size_bytes, self._digest.root(), records)
+
+    def _record(self, entry: Entry, pieces: Iterator[tuple[memoryview, CrcTask | None]]) -> None:
+        self._put(archive.local_header(entry))
+        left = entry.size
+        while left:
+            piece, task = next(pieces)
+            left -= len(piece)
+            if task is None:
+                entry.crc = crc32(piece, entry.crc)
+                self._put(piece)
+            else:
+                self._flush()
+                self._send(piece)
+                crc = task.result()
+                self._digest.add_crc(crc, len(piece))
+                entry.crc = combine(entry.crc, crc, len(piece))
+        self._put(archive.descriptor(entry))
+
+    def _ahead(self, pieces: Iterator[memoryview]) -> Iterator[tuple[memoryview, CrcTask | None]]:
+        """Have checksums computed a little ahead of the write, while the pieces are still in the cache."""
+        queue: deque[tuple[memoryview, CrcTask | None]] = deque()
+        queued = 0
+        more = True
+        while True:
+            while more and queued < _AHEAD_BYTES:
+                piece = next(pieces, None)
+                if piece is None:
+                    more = False
+                    break
+                queue.append((piece, self._pool.submit(piece) if len(piece) >= _SMALL_BYTES else None))
+                queued += len(piece)
+            if not queue:
+                return
+            piece, task = queue.popleft()
+            queued -= len(piece)
+            yield piece, task
+
+    def _put(self, data: Buffer) -> None:
+        self._small += data
+        if len(self._small) >= _JOINED_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._small:
+            data, self._small = self._small, bytearray()
+            self._digest.add(data)
+            self._send(data)
+
+    def _send(self, data: Buffer) -> None:
+        """Write all of it: a raw file may take less than it is given."""
+        view = memoryview(data)
+        while len(view) > 0:
+            taken = self._f.write(view)
+            if taken is None:
+                if isinstance(self._f, io.RawIOBase):
+                    raise BlockingIOError(errno.EAGAIN, "the file is in non-blocking mode and takes no bytes", taken)
+                break  # objects of the caller's own need not count
+            view = view[taken:]
+        self._sent_bytes += len(data)
+        if self._progress is not None:
+            self._progress(self._sent_bytes, self._size_bytes)
+
+
+def _pieces(entries: Sequence[Entry], contents: Sequence[Content | bytes], start: int) -> Iterator[memoryview]:
+    """Give the data of all records in order, cut where the file is cut into chunks; the archive begins at a byte."""
+    for entry, data in zip(entries, contents, strict=False):
+        cuts = _cuts(start + entry.data_offset, entry.size)
+        if isinstance(data, bytes):
+            yield from (memoryview(data)[low:high] for low, high in cuts)
+        else:
+            yield from data.pieces(cuts)
+
+
+def _cuts(offset: int, size: int) -> Iterator[tuple[int, int]]:
+    low = 0
+    while low < size:
+        high = min(size, low + CHUNK_BYTES - (offset + low) % CHUNK_BYTES)
+        yield low, high
+        low = high
+
+
+def _serialization_id(entries: Sequence[Entry]) -> bytes:
+    """Return 40 digits that depend on names and data, as torch's do; torch logs them and checks nothing."""
+    digest = hashlib.sha256()
+    for entry in entries[:-1]:
+        digest.update(b"%s\0%d\0%08x\n" % (entry.name, entry.size, entry.crc))
+    return b"%0*d" % (_ID_BYTES, int.from_bytes(digest.digest(), "big") % 10**_ID_BYTES)

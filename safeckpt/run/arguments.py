@@ -1,0 +1,63 @@
+"""Checks of what callers pass in, shared by the methods of the manager."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["checked_metrics", "checked_names", "checked_seconds", "checked_step"]
+
+
+def checked_step(step: Any) -> int:
+    """Return a step as an int; a bool or a tensor is a mistake, a NumPy integer is fine."""
+    if isinstance(step, bool | np.bool_ | torch.Tensor):
+        raise TypeError(f"step must be an int, 0 or more; got {step!r}")
+    try:
+        number = operator.index(step)
+    except TypeError:
+        raise TypeError(f"step must be an int, 0 or more; got {step!r}") from None
+    if number < 0:
+        raise ValueError(f"step must be an int, 0 or more; got {number}")
+    return number
+
+
+def checked_seconds(seconds: Any) -> float:
+    """Return a time that is waited."""
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        raise TypeError(f"rank_timeout_seconds must be a number; got {type(seconds).__name__}")
+    if not seconds > 0:
+        raise ValueError(f"rank_timeout_seconds must be more than 0; got {seconds!r}")
+    return float(seconds)
+
+
+def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """Return metrics as floats."""
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
+        raise TypeError(f"metrics must be a mapping from name to number; got {metrics!r}")
+    return {name: _as_metric(name, value) for name, value in metrics.items()}
+
+
+def _as_metric(name: str, value: Any) -> float:
+    try:
+        if not isinstance(value, str | bytes | complex):  # float() would read a string
+            return float(value)
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor with several elements
+        pass
+    raise TypeError(f"metrics[{name!r}] must be a number or a one-element tensor; got {value!r}")
+
+
+def checked_names(names: Any, argument: str) -> Any:
+    """Return names as they are; a lone string would be read as one name per letter."""
+    if names is None:
+        return None
+    if isinstance(names, str) or not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{argument} takes a sequence of names, for example ('model',); got {names!r}")
+    if argument == "only" and not names:
+        raise ValueError("only is empty, so nothing would be restored; name the components, or leave it out for all")
+    return names

@@ -1,0 +1,376 @@
+"""Which files of a directory are checkpoints, which of them are good, and which is the latest. Reads only, no lock."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import errno
+import math
+import os
+import stat
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safeckpt.errors import (
+    CheckpointNotFoundError,
+    DamagedCheckpointError,
+    FormatVersionError,
+    LoadError,
+    SkippedCheckpointWarning,
+)
+from safeckpt.file import INDEX, CheckpointFile, CheckpointFolder, open_checkpoint
+from safeckpt.store import CheckpointDirectory
+from safeckpt.system.threads import Progress
+
+__all__ = ["Catalog", "Checkpoint", "Opened", "latest"]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One committed checkpoint.
+
+    Attributes:
+        step: Optimizer steps completed when it was saved.
+        path: The file; the directory of a sharded checkpoint.
+        loss: The loss given to `save`: a float, or a dict or list of floats; None when none was given.
+        metrics: The metrics given to `save`, as floats.
+        created_at: When it was saved, UTC.
+        size_bytes: Size of the file; 0 in what an asynchronous `save` returns, before the file is laid out. It does
+            not count when two are compared.
+        run_id: Random name of the run; the same for all checkpoints that were resumed from each other.
+    """
+
+    step: int
+    path: Path
+    loss: Any
+    metrics: Mapping[str, float]
+    created_at: dt.datetime
+    size_bytes: int = field(compare=False)
+    run_id: str
+
+    def header(self, **more: Any) -> dict[str, Any]:
+        """Return what is written into the file's header, which a listing reads without touching a tensor."""
+        return {
+            "step": self.step,
+            "loss": _to_json(self.loss),
+            "metrics": _to_json(dict(self.metrics)),
+            "created_at": self.created_at.strftime(_TIME),
+            "run_id": self.run_id,
+            **more,
+        }
+
+    @classmethod
+    def from_header(cls, header: Mapping[str, Any], path: Path, size_bytes: int) -> Checkpoint:
+        """Return the checkpoint that a header describes.
+
+        Raises:
+            DamagedCheckpointError: The header is not one that `header` made.
+        """
+        try:
+            return cls(
+                step=int(header["step"]),
+                path=path,
+                loss=_from_json(header["loss"]),
+                metrics={str(name): float(value) for name, value in header["metrics"].items()},
+                created_at=dt.datetime.strptime(header["created_at"], _TIME).replace(tzinfo=dt.UTC),
+                size_bytes=size_bytes,
+                run_id=str(header["run_id"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DamagedCheckpointError(path=path, reason=f"its header is not a checkpoint's ({error!r})") from error
+
+
+_MOST_RELISTINGS = 100  # a writer that prunes faster than this process opens files
+_MOST_REMEMBERED = 1 << 16  # files whose header, or verdict, is kept in memory
+_TIME = "%Y-%m-%dT%H:%M:%S.%fZ"  # of fixed width, so that the size of a file does not depend on the clock
+
+
+def _to_json(value: Any) -> Any:
+    """Return `value` with NaN and infinities as strings that `float` reads: JSON has no word for them."""
+    if isinstance(value, dict):
+        return {str(key): _to_json(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_to_json(item) for item in value]
+    return value if not isinstance(value, float) or math.isfinite(value) else str(value)
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _from_json(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_from_json(item) for item in value]
+    return float(value) if isinstance(value, str | int) else value
+
+
+Opened = CheckpointFile | CheckpointFolder
+
+_Identity = tuple[int, int, int, int]
+
+
+class Catalog:
+    """The checkpoints of one directory as they are on disk now.
+
+    A file that has not changed is not read twice: device, inode, size and modification time tell.
+
+    Attributes:
+        directory: Where they are.
+        progress: Told how far the check of a checkpoint is that is opened to be read.
+    """
+
+    def __init__(self, directory: CheckpointDirectory) -> None:
+        self.directory = directory
+        self.progress: Progress | None = None
+        self._seen: OrderedDict[Path, tuple[_Identity, Checkpoint]] = OrderedDict()
+        self._verdicts: OrderedDict[Path, tuple[_Identity, bool]] = OrderedDict()
+
+    def peek(self, step: int) -> Checkpoint:
+        """Return the checkpoint of a step after the cheap check: trailer, size and structure, not every byte.
+
+        Raises:
+            LoadError: It is not a checkpoint of ours, damaged so that it shows at once, or of a newer format.
+            FileNotFoundError: It is gone.
+        """
+        path = self.directory.path_of(step)
+        identity = _identity(path)
+        known = self._seen.get(path)
+        if known is not None and known[0] == identity:
+            return known[1]
+        with _opened(path) as file:
+            checkpoint = _described(file, step, path)
+        _remember(self._seen, path, (identity, checkpoint))
+        return checkpoint
+
+    def one(self, step: int) -> Iterator[tuple[Opened, Checkpoint]]:
+        """Yield (open file, checkpoint) of one step, every byte verified.
+
+        Raises:
+            CheckpointNotFoundError: It is not there.
+            LoadError: It is not good.
+        """
+        path = self.directory.path_of(step)
+        try:
+            with _opened(path) as file:
+                yield file, _verified(file, step, path, self.progress)
+        except FileNotFoundError:
+            steps = self.directory.steps()
+            raise CheckpointNotFoundError(directory=self.directory.path, step=step, available_steps=steps) from None
+
+    @contextlib.contextmanager
+    def opened(self, path: Path, step: int, part: int = 0, parts: int = 1) -> Iterator[tuple[Opened, Checkpoint]]:
+        """Open a checkpoint and verify every byte, or of the shards of a directory one of `parts` equal parts.
+
+        Raises:
+            LoadError: It is not good.
+            FileNotFoundError: It is not there.
+        """
+        with _opened(path) as file:
+            checkpoint = _described(file, step, path)
+            if isinstance(file, CheckpointFolder):
+                file.verify(part, parts, progress=self.progress)
+            else:
+                file.verify(progress=self.progress)
+            yield file, checkpoint
+
+    def is_good(self, step: int) -> bool:
+        """Tell whether every byte of a step's file is as it was written; what cannot be read is not known to be."""
+        return self.is_good_file(self.directory.path_of(step), step)
+
+    def is_good_file(self, path: Path, step: int) -> bool:
+        """Tell the same of a file that has another name."""
+        try:
+            identity = _identity(path)
+            known = self._verdicts.get(path)
+            if known is None or known[0] != identity:
+                known = (identity, _passes(path, step))
+                _remember(self._verdicts, path, known)
+        except (DamagedCheckpointError, OSError):
+            return False
+        return known[1]
+
+    def is_good_part(self, step: int, part: int, parts: int) -> bool:
+        """Tell whether one of some equal parts of a sharded checkpoint is good."""
+        try:
+            with self.opened(self.directory.path_of(step), step, part, parts):
+                return True
+        except (LoadError, OSError):
+            return False
+
+    def knows(self, step: int) -> bool:
+        """Tell whether a step's file was read, or written by this process, and has not changed since."""
+        path = self.directory.path_of(step)
+        try:
+            return path in self._verdicts and self._verdicts[path][0] == _identity(path)
+        except (DamagedCheckpointError, OSError):
+            return False
+
+    def judged(self, step: int, *, good: bool = True) -> None:
+        """Note that the file of a step was read, or that this process has just written it: nobody has to read it."""
+        path = self.directory.path_of(step)
+        with contextlib.suppress(OSError, DamagedCheckpointError):
+            _remember(self._verdicts, path, (_identity(path), good))
+
+    def forget(self, path: Path) -> None:
+        """Drop what is remembered of a file that was deleted: a long run deletes very many."""
+        self._seen.pop(path, None)
+        self._verdicts.pop(path, None)
+
+    def listed(self) -> tuple[Checkpoint, ...]:
+        """Return what passes the cheap check, ascending by step; what does not is a warning each.
+
+        Raises:
+            FormatVersionError: A file is of a newer format than this version reads.
+        """
+        for _ in range(_MOST_RELISTINGS):
+            found: list[Checkpoint] = []
+            bad: list[tuple[Path, str]] = []
+            vanished = False
+            for step in self.directory.steps():
+                try:
+                    found.append(self.peek(step))
+                except FormatVersionError:
+                    raise
+                except FileNotFoundError:
+                    vanished = True  # pruned a moment ago by its writer, which has then committed a newer one
+                except LoadError as error:
+                    bad.append((self.directory.path_of(step), reason_of(error)))
+            if not vanished:
+                break
+        for path, reason in bad:
+            skipped(path, reason)
+        return tuple(found)
+
+    def good(self, rejected: dict[Path, str]) -> Iterator[tuple[Opened, Checkpoint]]:
+        """Yield (open file, checkpoint) of every good file, newest first, every byte verified.
+
+        What is not good is a warning and an entry in `rejected`, path to reason. A file that is gone when it is to
+        be opened was pruned by its writer, which then has committed a newer one: the directory is listed again.
+
+        Raises:
+            FormatVersionError: A file is of a newer format: going back would throw progress away in silence.
+        """
+        tried: set[int] = set()
+        vanished = 0
+        steps = self.directory.steps()
+        while steps:
+            step = steps.pop()
+            path = self.directory.path_of(step)
+            try:
+                with _opened(path) as file:
+                    yield file, _verified(file, step, path, self.progress)
+            except FormatVersionError:
+                raise
+            except FileNotFoundError:
+                vanished += 1
+                if vanished < _MOST_RELISTINGS:
+                    steps = [step for step in self.directory.steps() if step not in tried]
+                    continue
+            except LoadError as error:
+                rejected[path] = reason_of(error)
+                skipped(path, rejected[path])
+            except OSError as error:
+                if error.errno != errno.EIO:  # the disk has lost it: another right or another mount will not help
+                    raise
+                rejected[path] = str(error)
+                skipped(path, rejected[path])
+            tried.add(step)
+
+
+def _identity(path: Path) -> _Identity:
+    """Return what changes when a file does.
+
+    Raises:
+        DamagedCheckpointError: There is the name, and no regular file behind it.
+        OSError: The system refused; FileNotFoundError when the name is gone.
+    """
+    try:
+        status = path.stat()
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ELOOP) and path.is_symlink():
+            raise DamagedCheckpointError(path=path, reason="it is a link that leads nowhere") from None
+        raise
+    if stat.S_ISDIR(status.st_mode) and (index := path / INDEX).is_file():
+        return _identity(index)  # which says what every other file in it has to be
+    if not stat.S_ISREG(status.st_mode):
+        kind = f"a directory without {INDEX}" if stat.S_ISDIR(status.st_mode) else "no regular file"
+        raise DamagedCheckpointError(path=path, reason=f"it is {kind}")
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Opened]:
+    _identity(path)  # a pipe would be waited for for ever
+    with open_checkpoint(path) as file:
+        yield file
+
+
+def _remember(cache: OrderedDict[Path, Any], path: Path, entry: tuple[_Identity, Any]) -> None:
+    cache[path] = entry
+    if len(cache) > _MOST_REMEMBERED:
+        cache.popitem(last=False)
+
+
+def _described(file: Opened, step: int, path: Path) -> Checkpoint:
+    file.check_structure()
+    header = file.header()
+    if header is None:
+        raise DamagedCheckpointError(path=path, reason="it was not written by a CheckpointManager")
+    checkpoint = Checkpoint.from_header(header, path, file.size_bytes)
+    if checkpoint.step != step:
+        raise DamagedCheckpointError(
+            path=path, reason=f"it is named as step {step} and holds step {checkpoint.step}: somebody renamed it"
+        )
+    return checkpoint
+
+
+def _verified(file: Opened, step: int, path: Path, progress: Progress | None = None) -> Checkpoint:
+    """Return the checkpoint in an open file after checking every byte of it."""
+    checkpoint = _described(file, step, path)
+    file.verify(progress=progress)
+    return checkpoint
+
+
+def _passes(path: Path, step: int) -> bool:
+    try:
+        with _opened(path) as file:
+            _verified(file, step, path)
+    except LoadError:
+        return False
+    return True
+
+
+def reason_of(error: LoadError) -> str:
+    """Return one line that says why a file was passed over."""
+    return str(getattr(error, "reason", None) or str(error).partition("\n")[0])
+
+
+def skipped(path: Path, reason: str) -> None:
+    """Warn that a file was passed over."""
+    warnings.warn(f"{path} was passed over: {reason}.", SkippedCheckpointWarning, stacklevel=4)
+
+
+def latest(directory: str | os.PathLike[str]) -> Checkpoint | None:
+    """Return the newest good checkpoint in a directory, every byte of it verified.
+
+    Needs no objects and no lock, changes nothing, and works while a training run holds the directory.
+
+    Args:
+        directory: A directory that a `CheckpointManager` writes.
+
+    Returns:
+        The checkpoint, None when the directory is missing, empty or has no good one. Newer files that are not
+        good are passed over with a `SkippedCheckpointWarning` each.
+
+    Raises:
+        FormatVersionError: The newest file is of a newer format: going back would throw progress away in silence.
+        OSError: The directory or a file in it cannot be read.
+
+    Cost:
+        Reads the newest file once.
+    """
+    for _, checkpoint in Catalog(CheckpointDirectory(directory)).good({}):
+        return checkpoint
+    return None

@@ -1,0 +1,128 @@
+"""Which checkpoints make way after a save."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from safeckpt.errors import LoadError, SafeckptWarning
+from safeckpt.run.catalog import Catalog
+from safeckpt.store import (
+    Best,
+    CheckpointDirectory,
+    KeepBest,
+    KeepEvery,
+    KeepLast,
+    Policy,
+    asides_to_prune,
+    to_prune,
+)
+
+__all__ = ["Pruning"]
+
+
+def _bests(keep_best: Any) -> list[Best]:
+    if keep_best is None:
+        return []
+    if isinstance(keep_best, Best):
+        return [keep_best]
+    if not isinstance(keep_best, Sequence) or not all(isinstance(best, Best) for best in keep_best):
+        raise TypeError(f"keep_best takes a Best, such as Best('accuracy', 'max'), or several; got {keep_best!r}")
+    return list(keep_best)
+
+
+class Pruning:
+    """Deletes the checkpoints that no policy keeps.
+
+    Args:
+        files: The directory.
+        catalog: Tells which of its files are good, and their metrics.
+        keep_last: Newest good ones to keep.
+        keep_best: Best ones to keep, for one metric or several.
+        keep_every: Steps to keep for good: its multiples.
+    """
+
+    def __init__(
+        self,
+        files: CheckpointDirectory,
+        catalog: Catalog,
+        keep_last: int,
+        keep_best: Best | Sequence[Best] | None,
+        keep_every: int | None,
+    ) -> None:
+        self._files = files
+        self._catalog = catalog
+        self._keep_last = keep_last
+        # What a file under our name says does not change while we hold the directory: not even its status is looked
+        # at again, since thousands may have to be compared at every save.
+        self._scores: dict[tuple[str, int], float | None] = {}
+        self._policies: list[Policy] = [KeepLast(keep_last)]
+        if keep_every is not None:
+            self._policies.append(KeepEvery(keep_every))
+        for best in _bests(keep_best):
+            self._policies.append(KeepBest(best, functools.partial(self._score, best.metric)))
+
+    def prune(self, saved: int) -> list[int]:
+        """Delete what no policy keeps and return the steps. What cannot be listed or deleted is a warning.
+
+        Args:
+            saved: The step that was committed just now.
+        """
+        self._scores = {key: score for key, score in self._scores.items() if key[1] < saved}
+        try:
+            return self._prune()
+        except OSError as error:  # the save has succeeded, and an error would say that it has not
+            text = f"Nothing more was deleted in {self._files.path}: {error}. It is tried again at the next save."
+            warnings.warn(text, SafeckptWarning, stacklevel=4)
+            return []
+
+    def unread(self, saving: int) -> list[int]:
+        """Return the steps that `prune` would have to read before it deletes, when this step is saved; newest first."""
+        asked: list[int] = []
+
+        def is_good(step: int) -> bool:
+            if step != saving and not self._catalog.knows(step):
+                asked.append(step)
+            return True  # as nearly all of them are; what else has to be read then, is read by one process
+
+        to_prune(sorted({*self._files.steps(), saving}), self._policies, is_good=is_good)
+        return asked
+
+    def _prune(self) -> list[int]:
+        steps, asides = self._files.steps_and_asides()
+        pruned = [
+            step for step in to_prune(steps, self._policies, is_good=self._catalog.is_good) if self._files.remove(step)
+        ]
+        outrun = asides_to_prune(
+            asides,
+            steps,
+            keep_last=self._keep_last,
+            is_good=self._catalog.is_good,
+            is_good_aside=lambda aside: self._catalog.is_good_file(aside.path, aside.step),
+        )
+        for aside in outrun:
+            if self._files.remove_aside(aside):
+                self._catalog.forget(aside.path)
+        gone = set(pruned)
+        for step in gone:
+            self._catalog.forget(self._files.path_of(step))
+        self._scores = {key: score for key, score in self._scores.items() if key[1] not in gone}
+        return pruned
+
+    def _score(self, metric: str, step: int) -> float | None:
+        key = metric, step
+        if key not in self._scores:
+            try:
+                self._scores[key] = self._read_score(metric, step)
+            except (LoadError, OSError):
+                return None
+        return self._scores[key]
+
+    def _read_score(self, metric: str, step: int) -> float | None:
+        checkpoint = self._catalog.peek(step)
+        value: Any = checkpoint.metrics.get(metric)
+        if value is None and metric == "loss":
+            value = checkpoint.loss
+        return value if isinstance(value, float) else None  # a loss may be a dict

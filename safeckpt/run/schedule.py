@@ -1,0 +1,43 @@
+"""When a checkpoint is due."""
+
+from __future__ import annotations
+
+import datetime as dt
+import time
+
+__all__ = ["SaveSchedule"]
+
+
+class SaveSchedule:
+    """Tells when `end_step` has to save.
+
+    Args:
+        every: A number of steps, a `timedelta`, or None for never.
+    """
+
+    def __init__(self, every: int | dt.timedelta | None) -> None:
+        number = isinstance(every, int) and not isinstance(every, bool)
+        if every is not None and not number and not isinstance(every, dt.timedelta):
+            raise TypeError(f"save_every must be a number of steps, a timedelta or None; got {every!r}")
+        if (number and every < 1) or (isinstance(every, dt.timedelta) and every <= dt.timedelta(0)):  # type: ignore[operator] # an int
+            raise ValueError(f"save_every must be positive; got {every!r}")
+        self._every = every
+        self._since = time.monotonic()
+        self._step = 0
+
+    @property
+    def counts(self) -> bool:
+        """Whether it goes by steps alone, which is the same for every process of a run."""
+        return not isinstance(self._every, dt.timedelta)
+
+    def at(self, step: int) -> bool:
+        """Return whether a save is due at this step."""
+        if isinstance(self._every, dt.timedelta):
+            return time.monotonic() - self._since >= self._every.total_seconds()
+        # Passing a multiple counts as reaching it: a step may be skipped by a rollback.
+        return self._every is not None and step // self._every > self._step // self._every
+
+    def saved(self, step: int) -> None:
+        """Count from this step and this moment: it was saved, or is being saved, or the run is back at it."""
+        self._step = step
+        self._since = time.monotonic()
