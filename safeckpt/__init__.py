@@ -47,6 +47,8 @@ from safeckpt.run.replay import ReplayReport
 from safeckpt.state import Guard, NonFiniteTensor, check_gradients, find_nonfinite
 from safeckpt.store import Best
 
+__version__ = "0.1.0"
+
 __all__ = [
     "Best",
     "Checkpoint",

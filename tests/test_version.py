@@ -1,0 +1,25 @@
+"""One version: that of the package, of what is built from it, and of the newest section of the CHANGELOG."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import safeckpt
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_version_of_the_package_is_that_of_the_build() -> None:
+    """The wheel that is built carries `safeckpt.__version__`."""
+    command = [sys.executable, "-m", "hatchling", "metadata", "version"]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert built.stdout.strip() == safeckpt.__version__
+
+
+def test_newest_section_of_the_changelog_is_this_version() -> None:
+    """The CHANGELOG begins with what is unreleased, followed by the section of this version."""
+    sections = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert sections[:2] == ["Unreleased", safeckpt.__version__]
