@@ -51,7 +51,7 @@ def captured_leaves(components: Mapping[str, Component]) -> dict[str, Leaf]:
 
 def stream_key(state: Any) -> str:
     """Return a key for a whole state of a generator: its words mean nothing to a person."""
-    return leaf(STREAM, state if isinstance(state, torch.Tensor) else repr(state)).key
+    return " ".join(f"{name}={leaf(STREAM, value).key}" for name, value in flatten(state, ""))
 
 
 def _stream(state: Any) -> Leaf:

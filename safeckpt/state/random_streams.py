@@ -1,13 +1,14 @@
 """Random numbers: the process's own streams, and private generators given as components.
 
-NumPy objects cannot be read back under `weights_only=True`, so every state is written as plain numbers and torch
-byte tensors. RNG bytes are positions in a sequence, not data: they stay on the CPU and no `map_location` applies.
+NumPy objects cannot be read back under `weights_only=True`, so every state is written as tensors of unsigned integers
+with a few plain numbers beside them. They are positions in a sequence, not data: they stay on the CPU and no
+`map_location` applies.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -17,29 +18,42 @@ import torch
 from safeckpt.state.component import Captured, Component, class_name
 from safeckpt.state.guard import Guard
 
-__all__ = ["GeneratorComponent", "RngStreams"]
+__all__ = [
+    "GeneratorComponent",
+    "RngStreams",
+    "packed_numpy",
+    "packed_python",
+    "unpacked_numpy",
+    "unpacked_python",
+]
 
 
-def _plain(value: Any) -> Any:
-    """Return a NumPy state with arrays as lists and scalars as Python numbers."""
+def packed_numpy(value: Any) -> Any:
+    """Return a NumPy state with its arrays as tensors of the same dtype, and scalars as Python numbers."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: packed_numpy(item) for key, item in value.items()}
     if isinstance(value, np.ndarray):
-        return value.tolist()
+        return torch.from_numpy(value.copy())
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _arrays(value: Any) -> Any:
-    """Return a state that NumPy accepts: the lists inside it as arrays again."""
+def unpacked_numpy(value: Any) -> Any:
+    """Return what `packed_numpy` was given."""
     if isinstance(value, dict):
-        return {key: _arrays(item) for key, item in value.items()}
-    # 624 words of 32 bits for MT19937, four of 64 for Philox and SFC64: NumPy casts to the width it needs.
-    return np.array(value, dtype=np.uint64) if isinstance(value, list) else value
+        return {key: unpacked_numpy(item) for key, item in value.items()}
+    return value.cpu().numpy() if isinstance(value, torch.Tensor) else value
 
 
-def _python_state(state: Any) -> tuple[Any, ...]:
-    version, words, gauss = state
-    return version, tuple(words), gauss
+def packed_python(state: tuple[Any, ...]) -> dict[str, Any]:
+    """Return a state of `random.Random` with its words as one tensor: as integers they cost more than a small model."""
+    version, (*words, position), gauss = state
+    key = torch.from_numpy(np.array(words, dtype=np.uint32))
+    return {"version": version, "state": {"key": key, "pos": position}, "gauss": gauss}
+
+
+def unpacked_python(state: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what `packed_python` was given."""
+    return state["version"], (*state["state"]["key"].tolist(), state["state"]["pos"]), state["gauss"]
 
 
 class GeneratorComponent(Component):
@@ -54,10 +68,10 @@ class GeneratorComponent(Component):
         if isinstance(self.obj, torch.Generator):
             return Captured({"state": self.obj.get_state()}, record)
         if isinstance(self.obj, random.Random):
-            return Captured({"state": self.obj.getstate()}, record)
+            return Captured({"state": packed_python(self.obj.getstate())}, record)
         if isinstance(self.obj, np.random.RandomState):
-            return Captured({"state": _plain(self.obj.get_state(legacy=False))}, record)
-        return Captured({"state": _plain(self._bits().state)}, record)
+            return Captured({"state": packed_numpy(self.obj.get_state(legacy=False))}, record)
+        return Captured({"state": packed_numpy(self._bits().state)}, record)
 
     def _bits(self) -> np.random.BitGenerator:
         return cast("np.random.BitGenerator", getattr(self.obj, "bit_generator", self.obj))
@@ -85,11 +99,11 @@ class GeneratorComponent(Component):
         if isinstance(self.obj, torch.Generator):
             self.obj.set_state(state.cpu())
         elif isinstance(self.obj, random.Random):
-            self.obj.setstate(_python_state(state))
+            self.obj.setstate(unpacked_python(state))
         elif isinstance(self.obj, np.random.RandomState):
-            self.obj.set_state(_arrays(state))
+            self.obj.set_state(unpacked_numpy(state))
         else:
-            self._bits().state = _arrays(state)
+            self._bits().state = unpacked_numpy(state)
 
     def guarded(self, captured: Captured, guard: Guard) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield nothing."""
@@ -103,8 +117,8 @@ class RngStreams:
     def capture() -> dict[str, Any]:
         """Return all states. Draws nothing."""
         return {
-            "python": random.getstate(),
-            "numpy": _plain(np.random.get_state(legacy=False)),  # noqa: NPY002 - the process-wide stream is the point
+            "python": packed_python(random.getstate()),
+            "numpy": packed_numpy(np.random.get_state(legacy=False)),  # noqa: NPY002 - the process-wide stream is the point
             "torch": torch.get_rng_state(),
             "devices": _device_states(),
         }
@@ -138,8 +152,8 @@ class RngStreams:
     @staticmethod
     def apply(state: dict[str, Any]) -> None:
         """Set every stream. Comes last in a restore, so that nothing draws afterwards."""
-        random.setstate(_python_state(state["python"]))
-        np.random.set_state(_arrays(state["numpy"]))  # noqa: NPY002
+        random.setstate(unpacked_python(state["python"]))
+        np.random.set_state(unpacked_numpy(state["numpy"]))  # noqa: NPY002
         torch.set_rng_state(state["torch"].cpu())
         for kind, states in state["devices"].items():
             for index, one in enumerate(states):

@@ -9,7 +9,7 @@ import torch
 
 from safeckpt import CheckpointManager, EnvironmentChangedWarning
 from safeckpt.state import capture, plan, register
-from safeckpt.state.random_streams import RngStreams
+from safeckpt.state.random_streams import RngStreams, unpacked_python
 from tests.state.photo import changes, photograph, streams
 from tests.state.runs import give, payload_of, refusal
 
@@ -263,14 +263,15 @@ def test_load_that_fails_half_way_says_what_may_be_changed_and_leaves_the_stream
     assert streams() == before
 
 
-def test_streams_on_disk_are_plain_numbers_and_bytes(memory_path):
+def test_streams_on_disk_are_plain_numbers_and_tensors(memory_path):
     """No NumPy object gets into a file: any torch reads the streams without safeckpt."""
     with CheckpointManager(memory_path, {"counters": {}, "g": np.random.default_rng(1)}) as manager:
         path = manager.save(1).path
     rng = torch.load(path)["safeckpt"]["rng"]
     assert rng["numpy"]["bit_generator"] == "MT19937"
     assert rng["torch"].dtype is torch.uint8
-    assert random.getstate() == rng["python"]
+    assert rng["python"]["state"]["key"].dtype is rng["numpy"]["state"]["key"].dtype is torch.uint32
+    assert random.getstate() == unpacked_python(rng["python"])
 
 
 def test_streams_saved_elsewhere_are_out_of_reach_of_other_threads_settings(memory_path):
