@@ -1,4 +1,6 @@
-"""Every Python block of the README runs, in order, and prints what stands under it."""
+"""The documentation is true: Python blocks print what stands under them, links lead somewhere, named tests exist."""
+
+from __future__ import annotations
 
 import contextlib
 import doctest
@@ -13,27 +15,50 @@ import pytest
 
 import safeckpt
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+PAGES = sorted(
+    path
+    for pattern in ("*.md", ".readme/*.md", ".github/*.md", "benchmarks/*.md", "tests/**/*.md")
+    for path in ROOT.glob(pattern)
+)
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 
-def test_every_python_block_prints_what_the_readme_says(tmp_path, monkeypatch):
-    """The blocks share one namespace and one directory, as for a reader who types them in one after the other."""
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def without_blocks(page: Path) -> str:
+    """Return the text around the code blocks."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "```python\n" in page.read_text()], ids=name_of)
+def test_every_python_block_prints_what_the_page_says(page, tmp_path, monkeypatch):
+    """The blocks of a page share one namespace and one directory, as for a reader who types them in one by one."""
     monkeypatch.chdir(tmp_path)
-    blocks = BLOCK.findall(README.read_text())
-    namespace = {"__name__": "__readme__"}
-    ran = 0
+    blocks = BLOCK.findall(page.read_text())
+    namespace = {"__name__": "__page__"}
     for index, (language, text) in enumerate(blocks):
         if language != "python":
             continue
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed), warnings.catch_warnings():
-            exec(compile(text, f"README.md block {index}", "exec"), namespace)
-        ran += 1
+            exec(compile(text, f"{name_of(page)} block {index}", "exec"), namespace)
         following = blocks[index + 1] if index + 1 < len(blocks) else ("", "")
-        if following[0] == "text":
-            assert printed.getvalue() == following[1], f"output of block {index}"
-    assert ran >= 3
+        expected = following[1] if following[0] == "text" else ""
+        assert printed.getvalue() == expected, f"output of block {index}"
+
+
+def test_the_readme_is_short():
+    """It is read in a few minutes, and the first example is no longer than a screen."""
+    text = README.read_text()
+    assert len(text.splitlines()) <= 220
+    first = next(block for language, block in BLOCK.findall(text) if language == "python")
+    assert len([line for line in first.splitlines() if line.strip()]) <= 15
 
 
 def test_the_commands_of_the_readme_are_the_two_that_are_promised():
@@ -43,13 +68,49 @@ def test_the_commands_of_the_readme_are_the_two_that_are_promised():
     assert 'pip install -c tests/constraints.txt -e ".[test]" && pytest\n' in text
 
 
-def test_every_test_named_in_the_readme_exists():
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_link_leads_to_a_file_and_a_heading(page):
+    """A relative link names a file of the repository and, after `#`, one of its headings."""
+    for link in LINK.findall(without_blocks(page)):
+        if link.startswith("https://"):
+            continue
+        target, _, anchor = link.partition("#")
+        file = (page.parent / target).resolve() if target else page
+        assert file.exists(), link
+        if anchor:
+            headings = {
+                re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-")
+                for heading in HEADING.findall(without_blocks(file))
+            }
+            assert anchor in headings, link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_row_of_a_table_has_as_many_cells_as_its_head(page):
+    """A row with a cell too many or too few would lose it where the page is rendered."""
+    width = None
+    for line in without_blocks(page).splitlines():
+        if not line.startswith("|"):
+            width = None
+            continue
+        cells = len(re.findall(r"(?<!\\)\|", re.sub(r"`[^`]*`", "", line)))
+        width = width or cells
+        assert cells == width, line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_page_is_reached_from_the_readme(page):
+    """Every page is linked from the README, the CHANGELOG aside, which is where everyone looks for it."""
+    links = {(README.parent / link.partition("#")[0]).resolve() for link in LINK.findall(README.read_text())}
+    assert page in links | {README, ROOT / "CHANGELOG.md"}
+
+
+def test_every_test_named_in_a_page_exists():
     """A guarantee names the test that proves it, and that test is there."""
-    tests = Path(__file__).parent
-    sources = "\n".join(path.read_text() for path in tests.rglob("test_*.py"))
-    named = set(re.findall(r"`(test_\w+)`", README.read_text()))
+    sources = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    named = {name for page in PAGES for name in re.findall(r"`(test_\w+)`", page.read_text())}
     assert named
-    assert not {name for name in named if f"def {name}(" not in sources and not list(tests.rglob(f"{name}.py"))}
+    assert not {name for name in named if f"def {name}(" not in sources}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The loop in the README's section about many processes runs as it stands there, under torchrun."""
+"""The script on the page about many processes runs as it stands there, under torchrun."""
 
 from __future__ import annotations
 
@@ -10,18 +10,15 @@ from pathlib import Path
 
 import safeckpt
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / ".readme" / "distributed.md"
 
 
-def test_the_loop_of_the_readme_trains_and_resumes(tmp_path: Path) -> None:
+def test_the_script_of_the_page_trains_and_resumes(tmp_path: Path) -> None:
     """Two ranks train, and a second start goes on and ends at the same step."""
-    (block,) = re.findall(r"^```py\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
-    for line in (block + "dist.destroy_process_group()\n",):
-        (tmp_path / "train.py").write_text(line)
+    (block,) = re.findall(r"^```py\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    script = block + "dist.destroy_process_group()\n"
     for epochs, step in ((4, 60), (6, 80)):
-        (tmp_path / "train.py").write_text(
-            (block + "dist.destroy_process_group()\n").replace("loader.epochs(4)", f"loader.epochs({epochs})")
-        )
+        (tmp_path / "train.py").write_text(script.replace("loader.epochs(4)", f"loader.epochs({epochs})"))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
