@@ -13,8 +13,8 @@ from safeckpt import file as _file
 from safeckpt.distributed import whole
 from safeckpt.errors import NonFiniteError
 from safeckpt.file import FileReport
-from safeckpt.state.guard import find_nonfinite, nonfinite_loss
-from safeckpt.state.loss import as_numbers
+from safeckpt.state.guard import find_nonfinite
+from safeckpt.state.loss import Loss
 from safeckpt.store import commit
 from safeckpt.system.threads import Progress
 
@@ -86,15 +86,15 @@ def save(
 
 
 def _refuse_nonfinite(obj: object, loss: Any, allow: Sequence[str], f: object) -> None:
-    bad_loss = nonfinite_loss(loss)
+    read = Loss.read(loss)
     found = find_nonfinite(obj, allow=allow)
-    if bad_loss is None and not found:
+    if read.nonfinite is None and not found:
         return
     path = f if isinstance(f, str | os.PathLike) else None
     kept = f"{path} still holds what it held before." if path is not None and os.path.lexists(path) else None
     raise NonFiniteError(
-        loss=None if bad_loss is None else as_numbers(loss),
-        loss_text=bad_loss,
+        loss=None if read.nonfinite is None else read.numbers,
+        loss_text=read.nonfinite,
         tensors=found,
         good=kept,
         next_step="find where it came from; what may be infinite (a mask) can be named: allow_nonfinite=('name',).",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any
 from safeckpt.proof.compare import TOLERANCES, Difference, Findings, first_index, relative_difference
 from safeckpt.proof.leaves import flatten
 from safeckpt.proof.text import one_screen
+from safeckpt.state.loss import to_json
 
 __all__ = ["KillReport", "ResumeReport"]
 
@@ -229,7 +229,7 @@ class ResumeReport:
                 for kill in self.kills
             ],
         }
-        return json.dumps(_finite(report), indent=2, allow_nan=False)
+        return json.dumps(to_json(report), indent=2, allow_nan=False)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw both curves over each other and their relative difference below, into a file (PNG, SVG, PDF).
@@ -249,12 +249,3 @@ def _difference(one: Difference) -> dict[str, Any]:
 
 def _hex(losses: list[Any]) -> list[list[str]]:
     return [[float(value).hex() for _, value in flatten(loss, "") if isinstance(value, int | float)] for loss in losses]
-
-
-def _finite(value: Any) -> Any:
-    """Return `value` with NaN and infinities as strings that `float` reads: JSON has no word for them."""
-    if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

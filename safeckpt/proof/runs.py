@@ -19,7 +19,7 @@ from safeckpt.proof.live import LiveObjects
 from safeckpt.state import register
 from safeckpt.state.component import Captured
 from safeckpt.state.environment import environment
-from safeckpt.state.loss import as_floats
+from safeckpt.state.loss import Loss
 from safeckpt.state.snapshot import RESERVED_KEY
 
 __all__ = ["KILLED", "RESUMED", "STRAIGHT", "Job", "Moment", "Record", "Restore", "run"]
@@ -146,7 +146,7 @@ class _Run:
     def _train(self, start: int, stop: int) -> None:
         self._note(start)
         for step in range(start, stop):
-            self._record.losses.append(as_floats(self._train_step(self._given)))
+            self._record.losses.append(Loss.read(self._train_step(self._given)).floats)
             self._note(step + 1)
 
     def _note(self, step: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import operator
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -9,7 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from safeckpt.state.loss import refuse_long
+
 __all__ = ["checked_metrics", "checked_names", "checked_seconds", "checked_step"]
+
+_FEW = 100  # names, and characters of each, that are not counted in every step
 
 
 def checked_step(step: Any) -> int:
@@ -35,18 +40,30 @@ def checked_seconds(seconds: Any) -> float:
 
 
 def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """Return metrics as floats."""
+    """Return metrics as floats.
+
+    Raises:
+        TypeError: They are no mapping from name to number.
+        ValueError: They do not fit into the header of a checkpoint, or one is larger than a float.
+    """
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
         raise TypeError(f"metrics must be a mapping from name to number; got {metrics!r}")
-    return {name: _as_metric(name, value) for name, value in metrics.items()}
+    found = {name: _as_metric(name, value) for name, value in metrics.items()}
+    if len(found) > _FEW or any(len(name) > _FEW for name in found):
+        refuse_long("metrics", len(json.dumps(found)))
+    return found
 
 
 def _as_metric(name: str, value: Any) -> float:
     try:
         if not isinstance(value, str | bytes | complex):  # float() would read a string
             return float(value)
+    except OverflowError:
+        raise ValueError(
+            f"metrics[{name!r}] is an integer of {value.bit_length():,} bits, which no float can hold"
+        ) from None
     except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor with several elements
         pass
     raise TypeError(f"metrics[{name!r}] must be a number or a one-element tensor; got {value!r}")

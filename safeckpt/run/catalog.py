@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import errno
-import math
 import os
 import stat
 import warnings
@@ -23,6 +22,7 @@ from safeckpt.errors import (
     SkippedCheckpointWarning,
 )
 from safeckpt.file import INDEX, CheckpointFile, CheckpointFolder, open_checkpoint
+from safeckpt.state.loss import from_json, to_json
 from safeckpt.store import CheckpointDirectory
 from safeckpt.system.threads import Progress
 
@@ -56,8 +56,8 @@ class Checkpoint:
         """Return what is written into the file's header, which a listing reads without touching a tensor."""
         return {
             "step": self.step,
-            "loss": _to_json(self.loss),
-            "metrics": _to_json(dict(self.metrics)),
+            "loss": to_json(self.loss),
+            "metrics": to_json(dict(self.metrics)),
             "created_at": self.created_at.strftime(_TIME),
             "run_id": self.run_id,
             **more,
@@ -74,7 +74,7 @@ class Checkpoint:
             return cls(
                 step=int(header["step"]),
                 path=path,
-                loss=_from_json(header["loss"]),
+                loss=from_json(header["loss"]),
                 metrics={str(name): float(value) for name, value in header["metrics"].items()},
                 created_at=dt.datetime.strptime(header["created_at"], _TIME).replace(tzinfo=dt.UTC),
                 size_bytes=size_bytes,
@@ -87,23 +87,6 @@ class Checkpoint:
 _MOST_RELISTINGS = 100  # a writer that prunes faster than this process opens files
 _MOST_REMEMBERED = 1 << 16  # files whose header, or verdict, is kept in memory
 _TIME = "%Y-%m-%dT%H:%M:%S.%fZ"  # of fixed width, so that the size of a file does not depend on the clock
-
-
-def _to_json(value: Any) -> Any:
-    """Return `value` with NaN and infinities as strings that `float` reads: JSON has no word for them."""
-    if isinstance(value, dict):
-        return {str(key): _to_json(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_to_json(item) for item in value]
-    return value if not isinstance(value, float) or math.isfinite(value) else str(value)
-
-
-def _from_json(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _from_json(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_from_json(item) for item in value]
-    return float(value) if isinstance(value, str | int) else value
 
 
 Opened = CheckpointFile | CheckpointFolder

@@ -8,18 +8,18 @@ would resume from a checkpoint that does not lead to them.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from safeckpt.errors import ReplayMismatchError, ReplayMismatchWarning
+from safeckpt.state.loss import Loss
 from safeckpt.store import LossLog
 
 __all__ = ["Replay", "ReplayMismatch", "ReplayPolicy", "ReplayReport"]
@@ -30,7 +30,6 @@ _POLICIES = ("warn", "error", "ignore")
 _MOST_KEPT = 100_000  # losses in memory before the first checkpoint
 _BATCH = 512  # losses a write at most
 _BATCH_SECONDS = 0.01  # a run with longer steps than this loses none of them to a kill
-_MOST_VALUES = 16  # of a loss with several; more are recorded by their digest
 
 _log = logging.getLogger("safeckpt")
 
@@ -162,7 +161,7 @@ class Replay:
         """
         if loss is None:
             return
-        value = exact(loss)
+        value = Loss.read(loss).exact
         if self._last_expected >= 0 and self._is_on_record(step, value):
             return
         with self._mutex:
@@ -256,30 +255,6 @@ class Replay:
                 self._broken = not self._log.append(self._waiting)
         self._waiting.clear()
         self._flushed_at = time.monotonic()
-
-
-def exact(loss: Any) -> str:
-    """Return a loss as text that holds every bit: hexadecimal, several values separated by commas."""
-    if type(loss) is float:
-        return loss.hex()
-    values = list(_values(loss))
-    if len(values) > _MOST_VALUES:
-        return "sha256:" + hashlib.sha256(",".join(values).encode()).hexdigest()
-    return ",".join(values)
-
-
-def _values(loss: Any) -> Iterator[str]:
-    if isinstance(loss, Mapping):
-        for value in loss.values():
-            yield from _values(value)
-    elif isinstance(loss, list | tuple):
-        for value in loss:
-            yield from _values(value)
-    elif isinstance(loss, complex):
-        yield loss.real.hex()
-        yield loss.imag.hex()
-    else:
-        yield float(loss).hex()
 
 
 def _shown(value: str) -> str:

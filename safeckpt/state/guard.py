@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import translate
 from functools import lru_cache
@@ -23,7 +23,6 @@ __all__ = [
     "find_nonfinite",
     "guarded_tensors",
     "matcher",
-    "nonfinite_loss",
 ]
 
 _WIDEST = {"f": 8, "c": 16}  # bytes of the widest NumPy number of each kind that torch has too
@@ -126,49 +125,6 @@ def check_gradients(module: torch.nn.Module, *, allow: Sequence[str] = ()) -> No
             tensors=found,
             good="the weights have not been stepped with these gradients.",
             next_step="skip this batch (optimizer.zero_grad()) or stop; do not call optimizer.step().",
-        )
-
-
-def nonfinite_loss(loss: Any, name: str = "loss") -> str | None:
-    """Return a description of what is not finite in `loss`, None when all of it is finite.
-
-    Args:
-        loss: None, a number, a tensor, a NumPy scalar or array, or a dict, list or tuple of them.
-        name: How to call the value in the description.
-
-    Raises:
-        TypeError: `loss` is something else.
-    """
-    for path, value in _loss_values(loss, name):
-        if isinstance(value, torch.Tensor):
-            if scan([(path, value)]):
-                return _described(path, name, value.tolist() if value.numel() == 1 else "a tensor with NaN or Inf")
-        elif not np.isfinite(value).all():
-            return _described(path, name, value if np.ndim(value) == 0 else "an array with NaN or Inf")
-    return None
-
-
-def _described(path: str, name: str, value: object) -> str:
-    return f"{value}" if path == name else f"{value} (in {path})"
-
-
-def _loss_values(loss: Any, name: str) -> Iterable[tuple[str, Any]]:
-    """Yield (path, value) of what in `loss` may not be finite."""
-    if loss is None or isinstance(loss, int):  # an int may be too large for NumPy, and is finite
-        return
-    if isinstance(loss, Mapping):
-        for key, value in loss.items():
-            yield from _loss_values(value, f"{name}[{key!r}]")
-    elif isinstance(loss, list | tuple):
-        for index, value in enumerate(loss):
-            yield from _loss_values(value, f"{name}[{index}]")
-    elif isinstance(loss, torch.Tensor | float | complex) or (
-        isinstance(loss, np.generic | np.ndarray) and loss.dtype.kind in "biufc"
-    ):
-        yield name, loss
-    else:
-        raise TypeError(
-            f"{name} must be a number, a tensor, a NumPy scalar, or a dict or list of them; got {type(loss).__name__}"
         )
 
 

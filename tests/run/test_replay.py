@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import safeckpt
-from safeckpt.run.replay import exact
+from safeckpt.state.loss import Loss
 from tests.children import Child
 from tests.digits import Digits
 from tests.faults import Fault, contents, intercept
@@ -87,8 +87,8 @@ def test_recorded_losses_are_exact(memory_path: Path) -> None:
 def test_loss_of_a_thousand_values_is_recorded_by_its_digest() -> None:
     """A long loss has a short text, which any bit of it changes."""
     values = [float(index) for index in range(1000)]
-    assert len(exact(values)) < 100
-    assert exact(values) != exact([*values[:-1], 999.0000000000001])
+    assert len(Loss.read(values).exact) < 100
+    assert Loss.read(values).exact != Loss.read([*values[:-1], 999.0000000000001]).exact
 
 
 def test_run_that_goes_on_is_verified_at_every_restart(memory_path: Path) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from safeckpt import CheckpointManager, Guard, NonFiniteError, check_gradients, find_nonfinite
-from safeckpt.state import Baseline, capture, guard_from_record, nonfinite_loss, register
+from safeckpt.state import Baseline, capture, guard_from_record, register
 from tests.state.photo import changes, photograph
 from tests.state.runs import Net, run
 
@@ -148,52 +148,6 @@ def test_values_that_cancel_each_other_are_found(dtype, values):
     assert [(one.nan_count, one.inf_count) for one in found] == [
         (sum(map(math.isnan, values)), sum(map(math.isinf, values)))
     ]
-
-
-# -- losses ---------------------------------------------------------------------------------------------------------
-
-FINITE = [
-    None, 0, 1.5, True, 10**400, 1 + 2j, torch.tensor(1.0), torch.tensor([1, 2]), torch.tensor([[1.0, 2.0]]),
-    torch.tensor(1.0, requires_grad=True) * 2, np.float32(1.0), np.int64(3), np.bool_(True), np.array([1.0, 2.0]),
-    np.array(3), np.longdouble("1e4000"), np.complex64(1j), {}, [], {"a": 1.0, "b": [torch.tensor(2.0), {"c": 3}]},
-    (1.0, 2.0), torch.tensor(1.0, dtype=torch.bfloat16), torch.tensor(1.0).to(torch.float8_e4m3fn),
-]  # fmt: skip
-BAD = {
-    "float": (NAN, "nan"),
-    "minus infinity": (-INF, "-inf"),
-    "complex": (complex(0, INF), "infj"),
-    "tensor": (torch.tensor(NAN), "nan"),
-    "tensor of one element": (torch.tensor([[INF]]), "[[inf]]"),
-    "tensor with history": (torch.tensor(1.0, requires_grad=True) * INF, "inf"),
-    "bfloat16": (torch.tensor(INF, dtype=torch.bfloat16), "inf"),
-    "batch of losses": (torch.tensor([1.0, NAN]), "a tensor with NaN or Inf"),
-    "NumPy scalar": (np.float16(INF), "inf"),
-    "NumPy array": (np.array([1.0, NAN]), "an array with NaN or Inf"),
-    "dict": ({"a": 1.0, "b": NAN}, "nan (in loss['b'])"),
-    "deep": ({"a": [1.0, (2.0, torch.tensor(INF))]}, "inf (in loss['a'][1][1])"),
-}
-
-
-@pytest.mark.parametrize("loss", FINITE, ids=repr)
-def test_finite_loss_of_any_accepted_kind_passes(loss):
-    """Numbers, tensors, NumPy values and containers of them are accepted, however large an integer is."""
-    assert nonfinite_loss(loss) is None
-
-
-@pytest.mark.parametrize("kind", BAD)
-def test_loss_that_is_not_finite_is_described(kind):
-    """The description has the value and, inside a container, the way to it."""
-    loss, described = BAD[kind]
-    assert nonfinite_loss(loss).endswith(described)
-
-
-@pytest.mark.parametrize(
-    "loss", ["1.0", b"1", object(), {1.0}, np.array(["x"]), np.datetime64("2020-01-01"), {"a": "b"}]
-)
-def test_loss_of_another_kind_is_refused(loss):
-    """What is no number is an error that names its type, not a pass."""
-    with pytest.raises(TypeError, match="must be a number, a tensor"):
-        nonfinite_loss(loss)
 
 
 # -- gradients ------------------------------------------------------------------------------------------------------
