@@ -5,7 +5,7 @@ the functions named in ``__all__`` therefore sees every operation in order, with
 """
 
 # The system calls under their own names, where pathlib has others:
-# ruff: noqa: PTH102, PTH105, PTH106, PTH108, PTH112, PTH114, PTH118, PTH123, PTH208
+# ruff: noqa: PTH102, PTH105, PTH106, PTH108, PTH112, PTH114, PTH116, PTH118, PTH123, PTH208
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import stat
 import sys
 import time
 import weakref
@@ -49,8 +50,10 @@ __all__ = [
 
 _CLOEXEC = getattr(os, "O_CLOEXEC", 0)
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
+_NONBLOCK = getattr(os, "O_NONBLOCK", 0)
 _BINARY = getattr(os, "O_BINARY", 0)
 _APPEND = os.O_RDWR | os.O_APPEND | os.O_CREAT | _BINARY
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 # A virus scanner or a reader may hold the target open for a moment; only Windows refuses the replace for that.
 _REPLACE_WAITS_SECONDS = (0.01, 0.05, 0.2, 0.5) if sys.platform == "win32" else ()
@@ -287,10 +290,73 @@ def unlink_unclaimed(path: Path) -> bool:
     return True
 
 
+def open_regular(path: Path, flags: int) -> Handle:
+    """Open a file of ours by its name, and refuse what another user may have put in its place.
+
+    In a directory that others can write into, the name may be a link to any file of this user, or a pipe that nobody
+    answers. No link is followed, no pipe is waited for, and what was opened is examined before it is used. Windows
+    has no flag that refuses links: there the name is examined first, and a link made between the two is followed.
+
+    Not part of the seam: callers are.
+
+    Args:
+        path: The file.
+        flags: As for ``os.open``. With any right to write, a file with a second name (a hard link) is refused, and in
+            a sticky directory the file of another user.
+
+    Raises:
+        OSError: The system refused, or the file is not a plain file of ours; nothing was read or written.
+    """
+    if not _NOFOLLOW and os.path.islink(path):
+        raise _link_error(path)
+    handle = Handle(path)
+    try:
+        handle.open(flags | _NOFOLLOW | _NONBLOCK)
+        _check_regular(path, os.fstat(handle.fileno()), writing=bool(flags & (os.O_WRONLY | os.O_RDWR)))
+    except OSError as error:
+        handle.close()
+        if error.errno in {errno.ELOOP, errno.EMLINK} and os.path.islink(path):  # EMLINK: FreeBSD's answer
+            raise _link_error(path) from None
+        raise
+    return handle
+
+
+def _check_regular(path: Path, status: os.stat_result, *, writing: bool) -> None:
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "This is not a regular file; delete or rename it", str(path))
+    if not writing:
+        return
+    if status.st_nlink > 1:
+        reason = f"This file has {status.st_nlink} names (hard links), and a write would change it under all of them"
+        raise OSError(errno.EMLINK, f"{reason}; replace it by a copy, or delete it", str(path))
+    if sys.platform != "win32" and status.st_uid not in {os.geteuid(), 0}:
+        # As in /tmp, where the owner of a file keeps it from everybody else: it was put there, not shared.
+        parent = os.stat(path.parent)
+        if parent.st_mode & stat.S_ISVTX and parent.st_mode & _OTHERS_WRITE and parent.st_uid != status.st_uid:
+            reason = f"This file belongs to user id {status.st_uid}, in a directory where other users create files"
+            raise PermissionError(errno.EACCES, reason, str(path))
+
+
+def _link_error(path: Path) -> OSError:
+    return OSError(errno.ELOOP, "This is a symbolic link, which is not followed here; delete or rename it", str(path))
+
+
+def read(path: Path, limit_bytes: int = -1) -> bytes:
+    """Return the content of a file of ours, or its first bytes. Not part of the seam: nothing is changed.
+
+    Raises:
+        FileNotFoundError: There is none.
+        OSError: It cannot be read, or is not a regular file.
+    """
+    with open_regular(path, os.O_RDONLY | _BINARY) as handle, open(handle.fileno(), "rb", closefd=False) as file:
+        return file.read(limit_bytes)
+
+
 def open_append(path: Path) -> tuple[Handle, int]:
     """Open a file, made if need be, for `append`, and return it with its length."""
-    handle = Handle(path)
-    handle.open(_APPEND)
+    handle = open_regular(path, _APPEND)
     return handle, os.lseek(handle.fileno(), 0, os.SEEK_END)
 
 
@@ -307,8 +373,7 @@ def append(target: Path | Handle, lines: bytes) -> None:
     if isinstance(target, Handle):
         _append(target, lines)
         return
-    with Handle(target) as handle:
-        handle.open(_APPEND)
+    with open_regular(target, _APPEND) as handle:
         _append(handle, lines)
 
 

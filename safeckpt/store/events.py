@@ -62,7 +62,7 @@ class EventLog:
             OSError: The file is there and cannot be read.
         """
         try:
-            lines = self.path.read_bytes().split(b"\n")
+            lines = disk.read(self.path).split(b"\n")
         except FileNotFoundError:
             return []
         return [record for line in lines if (record := _parse(line)) is not None]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import errno
 import json
 import os
 import platform
+import stat
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["WriterLock"]
 
 _FOREVER_SECONDS = 1e9
+_HOLDER_BYTES = 1 << 14  # of a file that is ours, all of it
 
 
 class WriterLock:
@@ -139,11 +142,14 @@ class WriterLock:
 
     def _remember(self, descriptor: int) -> None:
         status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):  # filelock follows no link, and locks a pipe
+            path = str(self.directory / names.LOCK)
+            raise OSError(errno.EINVAL, "This is not a regular file; delete or rename it", path)
         self._identity = (status.st_dev, status.st_ino)
 
     def _is_same_file(self) -> bool:
         try:
-            status = (self.directory / names.LOCK).stat()
+            status = (self.directory / names.LOCK).lstat()
         except FileNotFoundError:
             return False
         return (status.st_dev, status.st_ino) == self._identity
@@ -184,7 +190,7 @@ class WriterLock:
 
 def _read_holder(path: Path) -> dict[str, Any]:
     try:
-        holder = json.loads(path.read_bytes())
-    except (OSError, ValueError):  # none, or half of one
+        holder = json.loads(disk.read(path, _HOLDER_BYTES))
+    except (OSError, ValueError, RecursionError):  # none, half of one, or another user's
         return {}
     return holder if isinstance(holder, dict) else {}

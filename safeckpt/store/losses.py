@@ -84,7 +84,7 @@ class LossLog:
         """
         kept: list[bytes] = []
         size = 0
-        for step, value in sorted(self.read(-1).items(), reverse=True):
+        for step, value in sorted(self._read(-1).items(), reverse=True):
             line = _line(b"%d %s" % (step, value.encode()))
             size += len(line)
             if size > _MOST_BYTES // 2:
@@ -108,11 +108,17 @@ class LossLog:
     def read(self, after: int) -> dict[int, str]:
         """Return the losses of the steps above `after`, by step; none when there is no file.
 
-        Raises:
-            OSError: The file is there and cannot be read.
+        A file that cannot be read is a `SafeckptWarning`: then there is nothing to compare with.
         """
         try:
-            lines = self.path.read_bytes().split(b"\n")
+            return self._read(after)
+        except OSError as error:
+            warnings.warn(f"The record of losses {self.path} cannot be read: {error}.", SafeckptWarning, stacklevel=3)
+            return {}
+
+    def _read(self, after: int) -> dict[int, str]:
+        try:
+            lines = disk.read(self.path).split(b"\n")
         except FileNotFoundError:
             return {}
         found: dict[int, str] = {}
