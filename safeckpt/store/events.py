@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["EventLog"]
 
+_DEEPEST = 20  # levels of containers in an event; what is nested deeper is cut when it is written
+
 
 class EventLog:
     """An append-only file of events.
@@ -72,19 +74,36 @@ def _now() -> str:
     return dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
-def _plain(value: object) -> object:
+def _plain(value: object, depth: int = 1) -> object:
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
+    if isinstance(value, (dict, list, tuple, set, frozenset)) and depth == _DEEPEST:
+        return "..."
     if isinstance(value, dict):
-        return {str(name): _plain(item) for name, item in value.items()}
+        return {str(name): _plain(item, depth + 1) for name, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [_plain(item) for item in value]
+        return [_plain(item, depth + 1) for item in value]
     return value
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
-    except ValueError:  # a cut line, or bytes that are not UTF-8
+    except (ValueError, RecursionError):  # a cut line, bytes that are not UTF-8, or none of ours
         return None
-    return record if isinstance(record, dict) else None
+    return record if isinstance(record, dict) and not _is_deep(record) else None
+
+
+def _is_deep(record: dict[str, Any]) -> bool:
+    """Tell whether a record is nested deeper than any of ours, which whoever walks through it may not survive."""
+    level: list[Any] = [record]
+    for _ in range(_DEEPEST):
+        if not level:
+            return False
+        level = [
+            item
+            for one in level
+            for item in (one.values() if isinstance(one, dict) else one)
+            if isinstance(item, (dict, list))
+        ]
+    return bool(level)

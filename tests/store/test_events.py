@@ -91,6 +91,31 @@ def test_garbage_is_passed_over(log: EventLog) -> None:
     assert [record["kind"] for record in log.read()] == ["saved", "refused"]
 
 
+@pytest.mark.parametrize("levels", [20, 30, 500, 900, 100_000])
+def test_deeply_nested_line_is_passed_over(log: EventLog, levels: int) -> None:
+    """A line that nests deeper than any of ours is nobody's event, and stops nobody from reading the others."""
+    log.append("saved", step=1)
+    with log.path.open("ab") as file:
+        file.write(b'{"kind": ' + b"[" * levels + b"]" * levels + b"}\n")
+        file.write(b'{"kind": ' + b'{"a": ' * levels + b"1" + b"}" * levels + b"}\n")
+    log.append("saved", step=2)
+    assert [record["step"] for record in log.read()] == [1, 2]
+
+
+def test_deeply_nested_loss_is_cut(log: EventLog) -> None:
+    """A loss nested thousands of levels deep costs its inner levels and not the event; nineteen levels are kept."""
+    loss: object = 0.5
+    for _ in range(18):
+        loss = [loss]
+    kept = loss
+    for _ in range(5000):
+        loss = [loss]
+    assert log.append("saved", step=1, loss=loss, kept=kept)
+    (record,) = log.read()
+    assert record["kept"] == kept
+    assert "..." in str(record["loss"])
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES, errno.EMFILE])
 def test_event_that_cannot_be_written_is_a_warning(log: EventLog, number: int) -> None:
     """A full or broken disk costs the event and a warning, and the next event is written."""
