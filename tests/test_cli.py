@@ -580,3 +580,80 @@ def test_command_runs_as_a_module_and_into_a_closed_pipe(directory: Path) -> Non
     os.close(write_end)
     assert done.returncode != 0
     assert done.stderr == ""
+
+
+# -- what others have written ------------------------------------------------------------------------------------------
+
+# Copies to the clipboard, clears the screen, colours, sets the title; the C1 form of ESC [, DEL, and a text direction.
+EVIL = "\x1b]52;c;cm0gLXJmIH4=\x07\x1b[2J\x1b[1;32mok\x1b]0;title\x07\x9b31m\x7f\u202e\udcff\r\n\tend"
+HARMFUL = set(EVIL) - set("".join(one for one in EVIL if one.isprintable())) - {"\n"}
+
+
+def _evil_tree(value: float) -> dict[str, Any]:
+    return {f"name{EVIL}": {f"key{EVIL}": torch.full((2,), value), f"text{EVIL}": f"value{EVIL}{value}"}}
+
+
+@pytest.fixture
+def evil(tmp_path: Path) -> Path:
+    """A directory with two files full of escape sequences, a history of the same kind and a file of that name."""
+    path = tmp_path / f"dir{EVIL}".replace("/", "")
+    path.mkdir()
+    # plain torch: what a file holds is not limited by what our own writer accepts.
+    torch.save(_evil_tree(1.0), path / "a.pt")
+    torch.save(_evil_tree(2.0), path / "b.pt")
+    (path / "step-00000007.pt").write_bytes(b"cut")
+    events = [{"time": f"t{EVIL}", "kind": f"k{EVIL}", "step": f"s{EVIL}", f"name{EVIL}": [f"v{EVIL}"]}]
+    (path / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in events))
+    return path
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("list", "."),
+        ("log", "."),
+        ("show", "a.pt"),
+        ("show", "a.pt", "--all"),
+        ("show", "step-00000007.pt"),
+        ("show", "."),
+        ("verify", "a.pt", "step-00000007.pt"),
+        ("verify", "."),
+        ("diff", "a.pt", "b.pt", "--all"),
+        ("diff", "a.pt", "step-00000007.pt"),
+        ("prune", ".", "--keep-last", "1", "--dry-run"),
+        ("prune", ".", "--keep-last", "1", "--yes", "--keep-best", f"x:{EVIL}"),
+        ("extract", "a.pt", "model", "-o", "out.pt"),
+        ("extract", "a.pt", f"name{EVIL}", "-o", "out.safetensors"),
+        ("prove", f"train:{EVIL}"),
+        ("prove", f"{EVIL}.py:build"),
+        ("log", f"{EVIL}"),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_escape_sequences_never_reach_the_terminal(
+    capsys: pytest.CaptureFixture[str], evil: Path, arguments: tuple[str, ...], as_json: bool
+) -> None:
+    """Names, keys, values, paths and histories come out escaped: tables, JSON, warnings and errors of every command."""
+    files = {".", "a.pt", "b.pt", "step-00000007.pt", "out.pt", "out.safetensors"}
+    words = [str(evil / word) if word in files else word for word in arguments]
+    main([*words, "--json"] if as_json else words)
+    out, err = capsys.readouterr()
+    assert out + err
+    assert not HARMFUL & set(out + err)
+    if as_json and out:
+        json.loads(out)
+
+
+def test_printable_leaves_every_script_alone(command: Command, tmp_path: Path) -> None:
+    """Letters, combining marks, spaces and emoji of all scripts are printed as they are."""
+    name = "größe 模型 модель نموذج a\u0301\u3000😀"
+    safeckpt.save({name: torch.ones(1)}, tmp_path / "a.pt")
+    assert name in command.json("show", tmp_path / "a.pt")["components"][0]["name"]
+    assert "größe 模型" in command("show", tmp_path / "a.pt")[1]
+
+
+def test_json_of_escaped_names_reads_back_as_they_are(command: Command, evil: Path) -> None:
+    """What is escaped in JSON is escaped as JSON does it: a program gets the name that is in the file."""
+    found = command.json("show", evil / "a.pt")
+    assert found["components"][0]["name"] == f"name{EVIL}"

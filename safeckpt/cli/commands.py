@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ import click
 
 from safeckpt.cli.changes import diff
 from safeckpt.cli.listing import list_directory, show_file, show_log
-from safeckpt.cli.screen import Screen
+from safeckpt.cli.screen import Screen, error_line, printable, write, write_json
 from safeckpt.cli.target import TargetError, resolve
 from safeckpt.cli.upkeep import extract, prune, verify_paths
 from safeckpt.errors import DamagedCheckpointError, SafeckptError
@@ -55,22 +56,20 @@ def run(arguments: Sequence[str]) -> int:
     except click.exceptions.Exit as error:
         return error.exit_code
     except click.ClickException as error:
-        error.show()
+        text = io.StringIO()
+        error.show(text)
+        sys.stderr.write(printable(text.getvalue()))
         return 2
     except click.Abort:
-        _say("Aborted; nothing was changed.")
+        error_line("Aborted; nothing was changed.")
         return 2
     except SafeckptError as error:
-        _say(str(error))
+        error_line(str(error))
         return 1 if isinstance(error, DamagedCheckpointError) else 2
     except OSError as error:
-        _say(str(error))
+        error_line(str(error))
         return 2
     return code if isinstance(code, int) else 0
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"Error: {text}\n")
 
 
 @click.group(epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80})
@@ -223,7 +222,7 @@ def prove(
             build, step = resolve(target, train_step)
             report = prove_resume(
                 build, step, steps=steps, kill_at=kills, repeats=repeats, ablations=ablate,
-                in_process=True if in_process else None, progress=status.update,
+                in_process=True if in_process else None, progress=status,
             )  # fmt: skip
         except TargetError as error:
             raise click.UsageError(str(error)) from None
@@ -232,12 +231,12 @@ def prove(
         except BaseException as error:  # what the user's code raises must not look like the answer "not exact"
             if not isinstance(error, Exception):
                 raise
-            traceback.print_exception(error)
+            sys.stderr.write(printable("".join(traceback.format_exception(error))))
             return 2
     if plot is not None:
         try:
             report.plot(plot)
         except ImportError as error:
             raise click.ClickException(str(error)) from None
-    sys.stdout.write((report.to_json() if as_json else str(report)) + "\n")
+    write_json(report.to_json()) if as_json else write(str(report))
     return 0 if report.exact else 1

@@ -1,12 +1,17 @@
-"""What a command prints: tables for people, JSON for programs, progress while it takes long."""
+"""Output of the commands: tables for people, JSON for programs, progress for what takes long.
+
+Names in a checkpoint, a path or a history come from whoever wrote them. Everything that is printed, errors and warnings
+too, goes through `printable`, so that none of it reaches the terminal as a command.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import sys
+import unicodedata
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +20,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["Screen", "number", "size"]
+__all__ = ["Screen", "error_line", "number", "printable", "size", "write", "write_json"]
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
@@ -34,11 +39,11 @@ class Screen:
 
     def json(self, value: Any) -> None:
         """Print a value as JSON; NaN and infinities become strings, since JSON has no word for them."""
-        sys.stdout.write(json.dumps(_plain(value), indent=2, ensure_ascii=False) + "\n")
+        write_json(json.dumps(_plain(value), indent=2, ensure_ascii=False))
 
     def line(self, text: str = "", style: str | None = None) -> None:
         """Print a line; it is wrapped at the width of the terminal, 80 where there is none."""
-        self._out.print(Text(text, style or ""))
+        self._out.print(Text(printable(text), style or ""))
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
         """Print rows under headings; what does not fit is folded, never cut.
@@ -52,35 +57,75 @@ class Screen:
         for column in columns:
             table.add_column(column, justify="right" if column in right else "left", overflow="fold")
         for row in rows:
-            table.add_row(*(Text(cell) for cell in row))
+            table.add_row(*(Text(printable(cell, keep="")) for cell in row))
         self._out.print(table)
 
     @contextmanager
     def progress(self, total_bytes: int) -> Iterator[Progress]:
         """Show a bar on standard error while a block runs; its first task counts bytes."""
-        columns = (TextColumn("{task.description}"), BarColumn(20), DownloadColumn(), TimeElapsedColumn())
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(20), DownloadColumn(), TimeElapsedColumn())
         quiet = self.as_json or not self._errors.is_terminal
         with Progress(*columns, console=self._errors, transient=True, disable=quiet) as progress:
             progress.add_task("", total=total_bytes)
             yield progress
 
     @contextmanager
-    def status(self, text: str) -> Iterator[Any]:
-        """Show a line on standard error while a block runs; `update(text)` changes it."""
-        with self._errors.status(text) as status:
-            yield status
+    def status(self, text: str) -> Iterator[Callable[[str], None]]:
+        """Show a line on standard error while a block runs; a call of what this yields changes it."""
+        with self._errors.status(Text(printable(text))) as status:
+            yield lambda text: status.update(Text(printable(text)))
 
     @contextmanager
     def warnings_as_lines(self) -> Iterator[None]:
         """Print warnings as one line each on standard error, without the place in the code."""
 
         def show(message: Warning | str, *_: object, **__: object) -> None:
-            self._errors.print(Text(f"warning: {message}", "yellow"))
+            self._errors.print(Text(printable(f"warning: {message}"), "yellow"))
 
         with warnings.catch_warnings():
             warnings.simplefilter("default")
             warnings.showwarning = show
             yield
+
+
+def printable(text: str, keep: str = "\n") -> str:
+    """Return a text with every character escaped that a terminal may obey or hide: controls, directions, surrogates.
+
+    Args:
+        text: Any text.
+        keep: Characters that stay as they are.
+    """
+    if text.isprintable():
+        return text
+    return "".join(one if _is_harmless(one) or one in keep else _escaped(one) for one in text)
+
+
+def _is_harmless(character: str) -> bool:
+    return character.isprintable() or unicodedata.category(character) == "Zs"  # the spaces of other scripts
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")
+
+
+def write(text: str) -> None:
+    """Write a text of several lines to standard output, as it is but for what `printable` escapes."""
+    sys.stdout.write(printable(text) + "\n")
+
+
+def write_json(text: str) -> None:
+    """Write a JSON text; what `printable` would escape stands in its strings, and is escaped there as JSON does."""
+    escaped = (one if _is_harmless(one) or one == "\n" else _json_escaped(one) for one in text)
+    sys.stdout.write("".join(escaped) + "\n")
+
+
+def _json_escaped(character: str) -> str:
+    return "\\u007f" if character == "\x7f" else json.dumps(character)[1:-1]  # the only one that JSON leaves
+
+
+def error_line(text: str) -> None:
+    """Write an error to standard error."""
+    sys.stderr.write(f"Error: {printable(text)}\n")
 
 
 def size(count: float) -> str:

@@ -13,7 +13,7 @@ import torch
 from rich.progress import Progress
 
 from safeckpt.cli.contents import read
-from safeckpt.cli.screen import Screen, size
+from safeckpt.cli.screen import Screen, printable, size
 from safeckpt.errors import LoadError
 from safeckpt.file import is_folder
 from safeckpt.functional import save, verify
@@ -39,7 +39,7 @@ def verify_paths(screen: Screen, paths: Sequence[str]) -> int:
     results = []
     with screen.progress(sum(map(_size_of, files))) as progress:
         for file in files:
-            progress.update(progress.task_ids[0], description=file.name)
+            progress.update(progress.task_ids[0], description=printable(file.name))
             shown = functools.partial(_show, progress, progress.tasks[0].completed)
             results.append(_verified(file, shown))
             shown(results[-1]["size_bytes"], 0)
