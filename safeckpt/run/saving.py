@@ -12,6 +12,7 @@ import errno
 import math
 import os
 import secrets
+import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -162,6 +163,9 @@ class Saver:
         self._refused: BaseException | None = None  # of a step that is over, and not told to the other ranks yet
         self._baseline = Baseline(components)
         self.gradients = Gradients(components)
+        self._loaders = {name: one.obj for name, one in components.items() if hasattr(one.obj, "expect_end_step")}
+        for loader in self._loaders.values():
+            loader.expect_end_step()
 
     def restored(self) -> None:
         """Forget what was between the restored step and the moment of the restore."""
@@ -266,7 +270,7 @@ class Saver:
         step = run.next_step(step)
         metrics = checked_metrics(metrics)
         bad_loss = nonfinite_loss(loss)
-        gradients = self._captured_gradients()
+        gradients = self._gradients_of(step)
         snapshot = capture(self._components, gradients=gradients)
         verdict = self._baseline.judge(snapshot.parts, self._guard)
         verdict.bad.extend(self.gradients.judge(gradients, self._guard))
@@ -477,6 +481,7 @@ class Saver:
         run.refuse_mixture()
         if step <= run.step and run.begun:
             raise ValueError(f"step {step} is not higher than step {run.step}, the last one ended, saved or restored")
+        self._end_loader_step(step)
         loss = as_numbers(loss)  # read from the device once
         if run.group.size > 1:
             due = self._end_step_together(step, loss, stop_requested)
@@ -573,6 +578,22 @@ class Saver:
         bad_loss = nonfinite_loss(loss)
         if bad_loss is not None:
             raise self._refusal(step, loss, bad_loss, Verdict([], []))
+
+    def _gradients_of(self, step: int) -> Mapping[str, torch.Tensor]:
+        """Return the gradients to save with a step, and let the loaders know which of their batches belong to it."""
+        run = self._run
+        gradients = self._captured_gradients()
+        if step > run.step or not run.begun:
+            self._end_loader_step(step)
+        elif sys.exception() is not None and any(loader.since_step for loader in self._loaders.values()):
+            return {}  # an interrupted step: its batches come again, and their gradients with them
+        elif gradients:
+            self._end_loader_step(None)  # between two micro-steps: the batches of these gradients are behind
+        return gradients
+
+    def _end_loader_step(self, step: int | None) -> None:
+        for loader in self._loaders.values():
+            loader.end_step(step)
 
     def _captured_gradients(self) -> Mapping[str, torch.Tensor]:
         if self._grads is False:
