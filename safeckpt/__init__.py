@@ -1,42 +1,7 @@
 """Checkpoints that come back as the same run: finite, whole, verified, and proven equal."""
 
-from safeckpt.errors import (
-    CheckpointNotFoundError,
-    ComponentMismatchError,
-    DamagedCheckpointError,
-    DirectoryInUseError,
-    DirectoryLockedError,
-    DirectoryNotSharedError,
-    DurabilityUnknownError,
-    EnvironmentChangedWarning,
-    FormatVersionError,
-    GroupDestroyedError,
-    GroupError,
-    HyperparameterReplacedWarning,
-    LoadError,
-    NoGoodCheckpointError,
-    NonFiniteError,
-    ProofError,
-    RankFailedError,
-    RankLostError,
-    RanksDisagreeError,
-    ReplayMismatchError,
-    ReplayMismatchWarning,
-    ReplicaDriftError,
-    ReplicaDriftWarning,
-    RestoreError,
-    RollbackError,
-    RollbackLoopError,
-    SafeckptError,
-    SafeckptWarning,
-    SaveError,
-    SkippedCheckpointWarning,
-    StateMismatchError,
-    StepExistsError,
-    UncapturedStateWarning,
-    UnsavableStateError,
-    UntrustedTypeError,
-)
+from safeckpt import errors
+from safeckpt.errors import *  # noqa: F403 - listed there, and nowhere else
 from safeckpt.file import FileReport
 from safeckpt.functional import load, save, verify
 from safeckpt.loader import ResumableLoader
@@ -44,7 +9,7 @@ from safeckpt.manager import CheckpointManager
 from safeckpt.proof import ResumeReport, prove_resume
 from safeckpt.run.catalog import Checkpoint, latest
 from safeckpt.run.replay import ReplayReport
-from safeckpt.state import Guard, NonFiniteTensor, check_gradients, find_nonfinite
+from safeckpt.state import Guard, check_gradients, find_nonfinite
 from safeckpt.store import Best
 
 __version__ = "0.1.0"
@@ -53,47 +18,11 @@ __all__ = [
     "Best",
     "Checkpoint",
     "CheckpointManager",
-    "CheckpointNotFoundError",
-    "ComponentMismatchError",
-    "DamagedCheckpointError",
-    "DirectoryInUseError",
-    "DirectoryLockedError",
-    "DirectoryNotSharedError",
-    "DurabilityUnknownError",
-    "EnvironmentChangedWarning",
     "FileReport",
-    "FormatVersionError",
-    "GroupDestroyedError",
-    "GroupError",
     "Guard",
-    "HyperparameterReplacedWarning",
-    "LoadError",
-    "NoGoodCheckpointError",
-    "NonFiniteError",
-    "NonFiniteTensor",
-    "ProofError",
-    "RankFailedError",
-    "RankLostError",
-    "RanksDisagreeError",
-    "ReplayMismatchError",
-    "ReplayMismatchWarning",
     "ReplayReport",
-    "ReplicaDriftError",
-    "ReplicaDriftWarning",
-    "RestoreError",
     "ResumableLoader",
     "ResumeReport",
-    "RollbackError",
-    "RollbackLoopError",
-    "SafeckptError",
-    "SafeckptWarning",
-    "SaveError",
-    "SkippedCheckpointWarning",
-    "StateMismatchError",
-    "StepExistsError",
-    "UncapturedStateWarning",
-    "UnsavableStateError",
-    "UntrustedTypeError",
     "check_gradients",
     "find_nonfinite",
     "latest",
@@ -102,3 +31,5 @@ __all__ = [
     "save",
     "verify",
 ]
+__all__ += errors.__all__
+__all__.sort()

@@ -1,9 +1,9 @@
-"""Every exception and warning that safeckpt raises of its own accord.
+"""Every exception and warning of safeckpt.
 
 ::
 
     SafeckptError(Exception)                                .path .rank
-    |- SaveError                                            nothing was committed; earlier files untouched
+    |- SaveError                                            nothing was committed; earlier files are untouched
     |  |- NonFiniteError            (+ ValueError)           .step .loss .tensors
     |  |- UnsavableStateError       (+ TypeError)            .location .type_name
     |  |- StepExistsError           (+ FileExistsError)      .step
@@ -23,34 +23,36 @@
     |- DirectoryLockedError         (+ TimeoutError)         .pid .host
     |- ReplayMismatchError          (+ ArithmeticError)      .step .recorded .recomputed .changed
     |- ProofError                   (+ RuntimeError)         .run .exit_code
-    |- GroupError                                           several processes could not act as one
+    |- GroupError                                           the processes of a group could not act together
     |  |- RankLostError             (+ RuntimeError)         .lost .timeout_seconds
     |  |- RankFailedError           (+ RuntimeError)         .type_name
+    |  |- RanksDisagreeError        (+ ValueError)
+    |  |- GroupDestroyedError       (+ RuntimeError)
     |  `- DirectoryNotSharedError   (+ FileNotFoundError)    .directory
-    `- DurabilityUnknownError       (+ OSError)              .step; committed, but maybe not yet on the disk
+    `- DurabilityUnknownError       (+ OSError)              .step; committed, but a power loss may undo it
     SafeckptWarning(UserWarning)
-    |- SkippedCheckpointWarning         a file that is not good was passed over
-    |- EnvironmentChangedWarning        bits may differ from the run that saved
-    |- UncapturedStateWarning           something that training depends on is not in the checkpoint
-    |- HyperparameterReplacedWarning    the file's value replaced the script's
+    |- SkippedCheckpointWarning         a file that is not good was skipped
+    |- EnvironmentChangedWarning        bits may differ from those of the run that saved
+    |- UncapturedStateWarning           the checkpoint lacks state that training depends on
+    |- HyperparameterReplacedWarning    the value in the file replaced that of the script
     |- ReplayMismatchWarning            a recomputed loss differs from the recorded one
     `- ReplicaDriftWarning              the ranks' copies of one model are no longer equal
 
-Every error takes its data as keywords, keeps it in attributes, builds its text from it and survives
-pickling. Its text has three parts: what happened, what is still safe, what to call next. The second base
-is the builtin that a caller of torch already catches. An ``OSError`` from the system is never wrapped.
+Every error takes its data as keywords, keeps it in attributes, builds its text from it and can be pickled. The text
+has three parts: what happened, what is still safe, what to call next. The second base is the built-in exception that
+callers of torch catch already. An ``OSError`` from the system is never wrapped. `NonFiniteTensor` is here since
+`NonFiniteError` holds it.
 """
 
 from __future__ import annotations
 
 import errno
 import pickle
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from safeckpt.state.guard import NonFiniteTensor
 
 __all__ = [
     "CheckpointNotFoundError",
@@ -68,6 +70,7 @@ __all__ = [
     "LoadError",
     "NoGoodCheckpointError",
     "NonFiniteError",
+    "NonFiniteTensor",
     "ProofError",
     "RankFailedError",
     "RankLostError",
@@ -90,7 +93,9 @@ __all__ = [
     "UntrustedTypeError",
 ]
 
-_SHOWN = 5  # of a long list, how many entries the text carries; the attribute has them all
+_UNTOUCHED = "nothing was written, and no file was changed."
+_UNREAD = "nothing was loaded, no object was changed, and the file is as it was."
+_MOST_LISTED = 5  # entries of a long list in a text; the attribute has all of them
 
 
 class SafeckptError(Exception):
@@ -133,22 +138,51 @@ def _rebuild(
     return error
 
 
-def _some(items: Sequence[object], separator: str = "\n  ") -> str:
-    shown = separator.join(str(item) for item in items[:_SHOWN])
-    more = len(items) - _SHOWN
-    return shown if more <= 0 else f"{shown}{separator}... and {more} more"
+def listed(items: Sequence[object], separator: str = ", ", most: int = _MOST_LISTED) -> str:
+    """Return the first items of a list as text, and how many more there are."""
+    shown = [str(item) for item in items[:most]]
+    if len(items) > most:
+        shown.append(f"and {len(items) - most} more")
+    return separator.join(shown)
+
+
+def _lines(items: Sequence[object]) -> str:
+    return listed(items, "\n  ")
+
+
+@dataclass(frozen=True)
+class NonFiniteTensor:
+    """A tensor that is not finite.
+
+    Attributes:
+        name: Dotted name, `component.qualified.name`.
+        nan_count: Elements that are NaN; a complex element is one when either part is.
+        inf_count: Elements that are +Inf or -Inf.
+        numel: Elements of the tensor (stored ones, when it is sparse).
+        first_index: Index of the first element that is not finite, one entry per dimension.
+    """
+
+    name: str
+    nan_count: int
+    inf_count: int
+    numel: int
+    first_index: tuple[int, ...]
+
+    def __str__(self) -> str:
+        where = list(self.first_index)
+        return f"{self.name}: {self.nan_count} NaN, {self.inf_count} Inf of {self.numel} elements, first at {where}"
 
 
 class SaveError(SafeckptError):
-    """A save was refused: nothing was committed, earlier files are untouched."""
+    """A save was refused: nothing was committed, and earlier files are untouched."""
 
 
 class NonFiniteError(SaveError, ValueError):
-    """The loss or a guarded tensor holds NaN or Inf.
+    """The loss or a guarded tensor contains NaN or Inf.
 
     Attributes:
-        step: The step that was being saved or ended, None outside a manager.
-        loss: The loss as given, in Python numbers; None when it was finite or not given.
+        step: The step to be saved or ended, None outside a manager.
+        loss: The loss in Python numbers; None when it was finite or not given.
         tensors: Every tensor that is not finite, in the order of the state.
     """
 
@@ -160,35 +194,35 @@ class NonFiniteError(SaveError, ValueError):
         loss_text: str | None = None,
         tensors: Sequence[NonFiniteTensor] = (),
         good: str | None = None,
-        next_step: str = "find where the first NaN or Inf came from before you save this state",
+        next_step: str = "find the origin of the first NaN or Inf before you save this state.",
         path: object = None,
     ) -> None:
-        what = "This state" if step is None else f"Step {step}"
+        refused = "The" if step is None else f"Step {step} was not saved: the"
         found = []
         if loss is not None:
             found.append(f"loss = {loss if loss_text is None else loss_text}")
         if tensors:
-            found.append(_some(tensors))
-        happened = f"{what} was refused, it is not finite:\n  " + "\n  ".join(found)
-        super().__init__(happened, good or "nothing was written, no file was changed.", next_step, path=path)
+            found.append(_lines(tensors))
+        happened = f"{refused} state contains NaN or Inf:\n  " + "\n  ".join(found)
+        super().__init__(happened, good or _UNTOUCHED, next_step, path=path)
         self.step = step
         self.loss = loss
         self.tensors = tuple(tensors)
 
 
 class UnsavableStateError(SaveError, TypeError):
-    """A value in the state could be written but never read back, or cannot be written at all.
+    """A value in the state cannot be written, or could not be read back.
 
     Attributes:
-        location: Key path of the value, as Python would index it.
+        location: Key path of the value, written as Python indexes it.
         type_name: Qualified name of its type.
     """
 
     def __init__(self, *, location: str, type_name: str, reason: str = "", cure: str = "", path: object = None) -> None:
-        why = reason or "a file with it in could not be loaded again with weights_only=True"
+        why = reason or "torch.load(weights_only=True) could not read it back"
         super().__init__(
             f"{location or 'The object'} is a {type_name}, which cannot be saved: {why}.",
-            "nothing was written, no file was changed.",
+            _UNTOUCHED,
             cure
             or "store plain values and tensors (numbers, strings, lists, dicts), or register the type with "
             "torch.serialization.add_safe_globals.",
@@ -199,7 +233,7 @@ class UnsavableStateError(SaveError, TypeError):
 
 
 class StepExistsError(SaveError, FileExistsError):
-    """The step that was last saved or restored is saved again.
+    """The last saved or restored step was saved again.
 
     Attributes:
         step: That step.
@@ -209,7 +243,7 @@ class StepExistsError(SaveError, FileExistsError):
         super().__init__(
             f"Step {step} is already saved.",
             f"the checkpoint of step {step} is untouched.",
-            "save a higher step; step counts completed optimizer steps, so it has to rise between two saves.",
+            "save a higher step: the number of completed optimizer steps rises between two saves.",
             path=path,
         )
         self.errno = errno.EEXIST
@@ -225,12 +259,12 @@ class DirectoryInUseError(SaveError, FileExistsError):
     """
 
     def __init__(self, *, directory: object, steps: Sequence[int]) -> None:
-        shown = ", ".join(str(step) for step in steps[-_SHOWN:])
+        newest = ", ".join(map(str, steps[-_MOST_LISTED:]))
         super().__init__(
-            f"{directory} already holds {len(steps)} checkpoint(s) of another run (newest steps: {shown}).",
+            f"{directory} already holds {len(steps)} checkpoint(s) of another run (newest steps: {newest}).",
             "they are untouched.",
-            "call manager.restore() before the first save to go on with that run (once more, if another job has saved "
-            "meanwhile), or choose an empty directory.",
+            "to continue that run, call manager.restore() before the first save (again, if another job has saved "
+            "since); to start a new run, choose an empty directory.",
             path=directory,
         )
         self.errno = errno.EEXIST
@@ -239,7 +273,7 @@ class DirectoryInUseError(SaveError, FileExistsError):
 
 
 class ReplicaDriftError(SaveError, ArithmeticError):
-    """The ranks hold copies of one model, and they are no longer equal.
+    """The ranks' copies of one model are no longer equal.
 
     Attributes:
         ranks: Ranks whose copy differs from that of rank 0.
@@ -251,13 +285,13 @@ class ReplicaDriftError(SaveError, ArithmeticError):
     ) -> None:
         super().__init__(
             drift_text(step, ranks, names),
-            "nothing was written, no file was changed.",
-            "make them equal before the first step (DistributedDataParallel does, or one seed for all). If they are no "
-            "copies, such as the stages of a pipeline, wrap each rank's part in an object with state_dict and "
-            "load_state_dict, which is saved for every rank. on_replica_drift='ignore' keeps rank 0's alone."
+            _UNTOUCHED,
+            "make the copies equal before the first step: use DistributedDataParallel, or one seed on every rank. If "
+            "each rank holds a different part, such as a stage of a pipeline, wrap it in an object with state_dict and "
+            "load_state_dict, which is saved for every rank. on_replica_drift='ignore' saves only rank 0's copy."
             if first
-            else "find what the ranks do differently (an update outside of the wrapper, a seed, a skipped step); "
-            "manager.rollback(changed=True) makes them equal again.",
+            else "find what the ranks do differently (an update outside the wrapper, a seed, a skipped step); "
+            "manager.rollback(changed=True) makes the copies equal again.",
             path=path,
         )
         self.ranks = tuple(ranks)
@@ -265,16 +299,15 @@ class ReplicaDriftError(SaveError, ArithmeticError):
 
 
 def drift_text(step: int, ranks: Sequence[int], names: Sequence[str]) -> str:
-    """Return what a drift of replicas is, for the error and the warning."""
-    listed = ", ".join(str(rank) for rank in ranks[:_SHOWN]) + (", ..." if len(ranks) > _SHOWN else "")
+    """Return the description of a drift, for the error and the warning."""
     return (
-        f"At step {step} the copies of rank(s) {listed} are not equal to that of rank 0, in {len(names)} "
-        f"place(s):\n  {_some(names)}"
+        f"At step {step} the copies on rank(s) {listed(ranks)} differ from the copy on rank 0, in {len(names)} "
+        f"place(s):\n  {_lines(names)}"
     )
 
 
 class DurabilityUnknownError(SafeckptError, OSError):
-    """The file has its final name, but the directory could not be synced: it may be gone after a power loss.
+    """The file has its final name, but the directory could not be synced: a power loss may undo the save.
 
     Attributes:
         step: The step that was saved, None outside a manager.
@@ -283,8 +316,8 @@ class DurabilityUnknownError(SafeckptError, OSError):
 
     def __init__(self, *, path: object, number: int | None, reason: str, step: int | None = None) -> None:
         super().__init__(
-            f"{path} is saved, durability unknown: the directory could not be synced ({reason}).",
-            "the new file is whole and readable now; every earlier file is untouched, nothing was pruned.",
+            f"{path} is saved, but its durability is unknown: the directory could not be synced ({reason}).",
+            "the new file is complete and readable now; every earlier file is untouched, and nothing was pruned.",
             "check the file system, then save the next step.",
             path=path,
         )
@@ -293,25 +326,25 @@ class DurabilityUnknownError(SafeckptError, OSError):
 
 
 class LoadError(SafeckptError):
-    """A file could not be used: no object was changed."""
+    """A checkpoint could not be used: no object was changed."""
 
 
 class CheckpointNotFoundError(LoadError, FileNotFoundError):
-    """The checkpoint that was asked for does not exist.
+    """The requested checkpoint does not exist.
 
     Attributes:
-        directory: Where it was looked for.
-        step: The step asked for, None when any would have done.
-        available_steps: Steps that are there, ascending.
+        directory: The directory that was searched.
+        step: The requested step, None for the newest.
+        available_steps: Steps in the directory, ascending.
     """
 
     def __init__(self, *, directory: object, step: int | None = None, available_steps: Sequence[int] = ()) -> None:
         what = "No checkpoint" if step is None else f"No checkpoint of step {step}"
-        there = ", ".join(str(step) for step in available_steps[-_SHOWN:])
+        newest = ", ".join(map(str, available_steps[-_MOST_LISTED:]))
         super().__init__(
             f"{what} in {directory}.",
             "no object was changed.",
-            f"choose one of the steps that are there (newest: {there})." if there else "save a checkpoint first.",
+            f"choose an existing step (newest: {newest})." if newest else "save a checkpoint first.",
             path=directory,
         )
         self.errno = errno.ENOENT
@@ -321,19 +354,19 @@ class CheckpointNotFoundError(LoadError, FileNotFoundError):
 
 
 class DamagedCheckpointError(LoadError, RuntimeError):
-    """The bytes of a file are not the bytes that were written.
+    """A file does not hold the bytes that were written.
 
     Attributes:
-        reason: What does not agree, in one sentence.
-        record: Name of the damaged record, or the region of the file; None when it is not known.
+        reason: The contradiction that was found, as one clause.
+        record: Name of the damaged record, or region of the file; None when unknown.
     """
 
     def __init__(self, *, path: object, reason: str, record: str | None = None) -> None:
         where = f" (in {record})" if record else ""
         super().__init__(
             f"{path} is damaged: {reason}{where}.",
-            "nothing was loaded, no object was changed, the file was left as it is.",
-            "load another checkpoint; CheckpointManager.restore() walks back to the newest good one by itself.",
+            _UNREAD,
+            "load an earlier checkpoint; CheckpointManager.restore() finds the newest good one by itself.",
             path=path,
         )
         self.reason = reason
@@ -341,18 +374,18 @@ class DamagedCheckpointError(LoadError, RuntimeError):
 
 
 class FormatVersionError(LoadError, RuntimeError):
-    """The file was written in a newer format than this version of safeckpt reads.
+    """The file has a newer format than this version of safeckpt can read.
 
     Attributes:
         found: Format version of the file.
-        supported: Versions that can be read.
+        supported: Format versions that can be read.
     """
 
     def __init__(self, *, path: object, found: int, supported: Sequence[int]) -> None:
         super().__init__(
             f"{path} has format version {found}; this safeckpt reads {', '.join(str(v) for v in supported)}.",
-            "nothing was loaded, no object was changed, the file was left as it is.",
-            "install a newer safeckpt; going back to an older checkpoint would throw progress away.",
+            _UNREAD,
+            "install a newer safeckpt. An older checkpoint was not used instead, since that would lose progress.",
             path=path,
         )
         self.found = found
@@ -360,7 +393,7 @@ class FormatVersionError(LoadError, RuntimeError):
 
 
 class UntrustedTypeError(LoadError, pickle.UnpicklingError):
-    """The file asks for a class or function that a safe load does not allow.
+    """The file needs a class or function that a safe load does not allow.
 
     Attributes:
         type_name: Qualified name of the class or function.
@@ -368,26 +401,27 @@ class UntrustedTypeError(LoadError, pickle.UnpicklingError):
 
     def __init__(self, *, path: object, type_name: str) -> None:
         super().__init__(
-            f"{path} asks for {type_name}, which is not allowed when loading with weights_only=True.",
-            "nothing of it was executed, no object was changed.",
-            f"if you trust the file and the type, torch.serialization.add_safe_globals([{type_name}]) and load again.",
+            f"{path} needs {type_name}, which weights_only=True does not allow.",
+            "none of its code was executed, and no object was changed.",
+            f"if you trust the file and the type, call torch.serialization.add_safe_globals([{type_name}]), then load "
+            "again.",
             path=path,
         )
         self.type_name = type_name
 
 
 class NoGoodCheckpointError(LoadError):
-    """A directory holds checkpoints and none of them is good.
+    """A directory holds checkpoints, but no good one.
 
     Attributes:
         rejected: (path, reason) of each, newest first.
     """
 
     def __init__(self, *, directory: object, rejected: Sequence[tuple[str, str]]) -> None:
-        rows = _some([f"{path}: {reason}" for path, reason in rejected])
+        rows = _lines([f"{path}: {reason}" for path, reason in rejected])
         super().__init__(
-            f"{directory} holds {len(rejected)} checkpoint(s) and none is good:\n  {rows}",
-            "no object was changed, every file was left as it is.",
+            f"{directory} holds {len(rejected)} checkpoint(s), but no good one:\n  {rows}",
+            "no object and no file was changed.",
             "copy a good checkpoint back into the directory, or start a new run in an empty one.",
             path=directory,
         )
@@ -395,15 +429,15 @@ class NoGoodCheckpointError(LoadError):
 
 
 class RestoreError(SafeckptError):
-    """What is in the file does not fit the live objects: raised before the first change."""
+    """The checkpoint does not fit the live objects: no object was changed."""
 
 
 class ComponentMismatchError(RestoreError, ValueError):
     """The names in the file and the names given to the manager differ.
 
     Attributes:
-        missing: Names the manager has (or was asked for) and the file does not.
-        unexpected: Names in the file that the manager does not have.
+        missing: Names that the manager has (or was asked for) and the file lacks.
+        unexpected: Names in the file that the manager lacks.
     """
 
     def __init__(self, *, missing: Sequence[str] = (), unexpected: Sequence[str] = (), path: object = None) -> None:
@@ -415,7 +449,7 @@ class ComponentMismatchError(RestoreError, ValueError):
         super().__init__(
             f"The components do not match {path or 'the checkpoint'}: {'; '.join(parts)}.",
             "no object was changed.",
-            "give the manager the same components as the run that saved, or name the ones you want: "
+            "give the manager the components of the run that saved, or restore some of them by name: "
             "restore(only=(...,)).",
             path=path,
         )
@@ -424,40 +458,41 @@ class ComponentMismatchError(RestoreError, ValueError):
 
 
 class StateMismatchError(RestoreError, ValueError):
-    """A component exists on both sides and its state does not fit.
+    """The saved state of a component does not fit the live one.
 
     Attributes:
-        mismatches: One sentence for each difference, all of them.
+        mismatches: Every difference, one sentence each.
     """
 
     def __init__(self, *, mismatches: Sequence[str], path: object = None) -> None:
         super().__init__(
             f"{path or 'The checkpoint'} does not fit the live objects, {len(mismatches)} difference(s):\n  "
-            + _some(mismatches),
+            + _lines(mismatches),
             "no object was changed.",
-            "build the objects as the run that saved did, or take only what fits: restore(only=(...,)).",
+            "build the objects as in the run that saved, or restore only the components that fit: "
+            "restore(only=(...,)).",
             path=path,
         )
         self.mismatches = tuple(mismatches)
 
 
 class RollbackError(SafeckptError):
-    """A rollback is not possible, or would not help: no live object was changed."""
+    """A rollback is impossible or would not help: no live object was changed."""
 
 
 class RollbackLoopError(RollbackError):
     """The run keeps failing after rollbacks.
 
     Attributes:
-        step: The step that fails.
-        attempts: Rollbacks tried since the last new checkpoint.
+        step: The failing step.
+        attempts: Rollbacks since the last new checkpoint.
     """
 
     def __init__(self, *, step: int, attempts: int, reason: str, path: object = None) -> None:
         super().__init__(
             f"Step {step} failed again after {attempts} rollback(s): {reason}.",
-            "every checkpoint is untouched; the live objects were not changed by this call.",
-            "change something before you go on: rollback(skip_batches=1), a lower learning rate, or clean data.",
+            "every checkpoint is untouched, and this call changed no live object.",
+            "change something before you continue: rollback(skip_batches=1), a lower learning rate, or cleaner data.",
             path=path,
         )
         self.step = step
@@ -465,11 +500,11 @@ class RollbackLoopError(RollbackError):
 
 
 class DirectoryLockedError(SafeckptError, TimeoutError):
-    """Another writer holds the directory.
+    """Another writer has locked the directory.
 
     Attributes:
-        pid: Process id of the holder, None when it is not known.
-        host: Host of the holder, None when it is not known.
+        pid: Process id of the holder, None when unknown.
+        host: Host of the holder, None when unknown.
     """
 
     def __init__(
@@ -479,8 +514,8 @@ class DirectoryLockedError(SafeckptError, TimeoutError):
         who = f" (pid {pid} on {host}, since {since})" if pid is not None else ""
         super().__init__(
             f"{directory} is locked: {reason}{who}.",
-            "nothing was written, no file was changed.",
-            "wait for the other process or stop it, or give this run a directory of its own; reading needs no lock.",
+            _UNTOUCHED,
+            "wait for the other process, stop it, or give this run its own directory. Reading needs no lock.",
             path=directory,
         )
         self.errno = errno.ETIMEDOUT
@@ -489,12 +524,12 @@ class DirectoryLockedError(SafeckptError, TimeoutError):
 
 
 class ReplayMismatchError(SafeckptError, ArithmeticError):
-    """A loss computed again after a restart differs from the one on record: this is another run.
+    """A loss recomputed after a restart differs from the recorded one: this is a different run.
 
     Attributes:
         step: Its step.
-        recorded: The loss on record, exactly, in Python's hexadecimal notation.
-        recomputed: The loss now.
+        recorded: The recorded loss, exactly, in Python's hexadecimal notation.
+        recomputed: The loss now, in the same notation.
         changed: Fields of the environment that differ from the run that saved, `field: saved -> now`.
     """
 
@@ -511,7 +546,7 @@ class ReplayMismatchError(SafeckptError, ArithmeticError):
         super().__init__(
             happened,
             "every checkpoint and the recorded losses are untouched.",
-            "find what differs with safeckpt.prove_resume(build, train_step), or go on with "
+            "find the difference with safeckpt.prove_resume(build, train_step), or continue with "
             "CheckpointManager(..., on_replay_mismatch='warn').",
             path=path,
         )  # fmt: skip
@@ -522,18 +557,18 @@ class ReplayMismatchError(SafeckptError, ArithmeticError):
 
 
 class ProofError(SafeckptError, RuntimeError):
-    """A process of a proof ended before its run was done: nothing is proven, and nothing is disproven.
+    """A process of a proof ended before its run was complete: the proof has no result.
 
     Attributes:
-        run: Which run it was.
+        run: Name of the run.
         exit_code: Exit code of the process; a negative one is the number of the signal that ended it.
     """
 
     def __init__(self, *, run: str, exit_code: int, output: str = "") -> None:
         tail = f"; the end of its output:\n{output.strip()}" if output.strip() else " without output"
         super().__init__(
-            f"The process of the {run} ended with exit code {exit_code} before the run was done{tail}",
-            "no checkpoint directory of yours was used.",
+            f"The process of the {run} ended with exit code {exit_code} before the run was complete{tail}",
+            "the proof used none of your checkpoint directories.",
             "call build() and train_step() in a plain script, or prove_resume(..., in_process=True), to see why.",
         )
         self.run = run
@@ -541,29 +576,33 @@ class ProofError(SafeckptError, RuntimeError):
 
 
 class GroupError(SafeckptError):
-    """The processes of a group could not act as one: nothing was committed by this call."""
+    """The processes of a group could not act together.
+
+    Usually this call committed nothing. A rank may also be lost after the commit: the checkpoint of this call is then
+    complete, and `restore` finds it.
+    """
 
 
 class RankLostError(GroupError, RuntimeError):
     """A process of the group is gone, or did not answer in time.
 
     Attributes:
-        lost: The rank that is missing, as far as this process knows.
-        timeout_seconds: How long it was waited for at most.
+        lost: The missing rank, None when unknown.
+        timeout_seconds: The longest time that this process waits for an answer.
     """
 
     def __init__(
-        self, *, what: str, lost: int | None, timeout_seconds: float, reason: str, path: object = None
-    ) -> None:
+        self, *, what: str, lost: int | None, timeout_seconds: float, reason: str, late: bool = False,
+        path: object = None,
+    ) -> None:  # fmt: skip
         who = "a rank" if lost is None else f"rank {lost}"
-        late = "imed out waiting" in reason or "ait timeout" in reason
-        how = f"did not come within {timeout_seconds:g} seconds" if late else "was lost"
+        how = f"did not answer within {timeout_seconds:g} seconds" if late else "was lost"
         super().__init__(
             f"While {what}, {who} {how}: {reason}.",
-            "every checkpoint that was committed before; what was being written is whole, or in no listing.",
-            "end this process and start the group again (torchrun does), then restore(). If no process has died: every "
-            "rank has to call save, restore, rollback and end_step, not rank 0 alone; and a save that takes longer "
-            "needs a larger rank_timeout_seconds.",
+            "all earlier checkpoints are intact; the one being written is either complete or absent.",
+            "end this process and start the group again (torchrun does so), then call restore(). If every process is "
+            "alive: call save, restore, rollback and end_step on every rank, not on rank 0 alone, and give a larger "
+            "rank_timeout_seconds if a save takes longer.",
             path=path,
         )
         self.lost = lost
@@ -571,7 +610,7 @@ class RankLostError(GroupError, RuntimeError):
 
 
 class RankFailedError(GroupError, RuntimeError):
-    """Another process of the group failed with an error that is not the library's own.
+    """Another process of the group failed with an error that is not one of safeckpt's.
 
     Attributes:
         type_name: Class of that error.
@@ -580,8 +619,8 @@ class RankFailedError(GroupError, RuntimeError):
     def __init__(self, *, what: str, rank: int, type_name: str, reason: str, path: object = None) -> None:
         super().__init__(
             f"While {what}, rank {rank} failed with {type_name}: {reason}.",
-            "every checkpoint that was committed before.",
-            f"see the error of rank {rank}.",
+            "all earlier checkpoints are intact.",
+            f"read the error of rank {rank}.",
             path=path,
         )
         self.rank = rank
@@ -589,7 +628,7 @@ class RankFailedError(GroupError, RuntimeError):
 
 
 class RanksDisagreeError(GroupError, ValueError):
-    """The ranks were asked for different things.
+    """The ranks disagree: they were called with different arguments, or at different steps.
 
     Attributes:
         rank: The first rank that differs from rank 0.
@@ -597,8 +636,8 @@ class RanksDisagreeError(GroupError, ValueError):
 
     def __init__(self, *, rank: int, first: str, other: str, path: object = None) -> None:
         super().__init__(
-            f"The ranks were asked for different things: rank 0 for {first}, rank {rank} for {other}.",
-            "nothing was written by this call, no object was changed.",
+            f"The ranks disagree: {first} on rank 0, {other} on rank {rank}.",
+            "this call wrote nothing and changed no object.",
             "make the same calls on every rank, at the same steps and with the same arguments.",
             path=path,
         )
@@ -610,15 +649,15 @@ class GroupDestroyedError(GroupError, RuntimeError):
 
     def __init__(self, *, what: str, path: object = None) -> None:
         super().__init__(
-            f"While {what}, the process group was gone: this process has destroyed it.",
-            "every checkpoint that was committed before; what was still being written may be lost.",
-            "close the manager, or leave its with block, before torch.distributed.destroy_process_group().",
+            f"While {what}, the process group was missing: this process has destroyed it.",
+            "all earlier checkpoints are intact; the one being written may be lost.",
+            "close the manager, or leave its with block, before you call torch.distributed.destroy_process_group().",
             path=path,
         )
 
 
 class DirectoryNotSharedError(GroupError, FileNotFoundError):
-    """A rank does not see what rank 0 wrote, or something else: the directory is not one directory for all of them.
+    """A rank does not see the files that rank 0 wrote: the ranks do not share one directory.
 
     Attributes:
         directory: The directory.
@@ -635,13 +674,13 @@ class DirectoryNotSharedError(GroupError, FileNotFoundError):
         differs: bool = False,
     ) -> None:
         super().__init__(
-            f"{name} of rank {rank} is another one than that of rank 0, in {directory}."
+            f"Rank 0 and rank {rank} see different files named {name} in {directory}: the directory is not shared."
             if differs
-            else f"Rank {rank} does not see {name}, which rank 0 has made in {of_rank_0 or directory}, in its own "
-            f"directory {directory}, for {waited_seconds:g} seconds.",
-            "every checkpoint that was committed before.",
-            "give all ranks one directory on a file system that their nodes share (a local disk in each node is none), "
-            "and use several managers in the same order on every rank: each is for all ranks of the process group.",
+            else f"Rank {rank} has not seen {name} in its directory {directory} for {waited_seconds:g} seconds; rank 0 "
+            f"made it in {of_rank_0 or directory}.",
+            "all earlier checkpoints are intact.",
+            "give all ranks one directory on a file system that their nodes share (not a local disk of each node), and "
+            "use several managers in the same order on every rank: each belongs to all ranks of the process group.",
             path=directory,
         )
         self.errno = errno.ENOENT
@@ -654,24 +693,24 @@ class SafeckptWarning(UserWarning):
 
 
 class SkippedCheckpointWarning(SafeckptWarning):
-    """A file that is not good was passed over."""
+    """A file that is not good was skipped."""
 
 
 class EnvironmentChangedWarning(SafeckptWarning):
-    """The run goes on in another environment than it was saved in, so bits may differ."""
+    """The environment differs from that of the run that saved, so bits may differ."""
 
 
 class UncapturedStateWarning(SafeckptWarning):
-    """Something that training depends on is not among the components."""
+    """State that training depends on is not among the components."""
 
 
 class HyperparameterReplacedWarning(SafeckptWarning):
-    """The checkpoint's hyper-parameters replaced the live ones."""
+    """Hyper-parameters of the checkpoint replaced the live ones."""
 
 
 class ReplayMismatchWarning(SafeckptWarning):
-    """A loss computed again after a restart differs from the one on record."""
+    """A loss recomputed after a restart differs from the recorded one."""
 
 
 class ReplicaDriftWarning(SafeckptWarning):
-    """The ranks hold copies of one model, and they are no longer equal."""
+    """The ranks' copies of one model are no longer equal."""

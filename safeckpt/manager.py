@@ -14,7 +14,7 @@ from typing import Any, Self
 from safeckpt.distributed import in_group, same_on_all
 from safeckpt.errors import CheckpointNotFoundError, UncapturedStateWarning
 from safeckpt.run import Restorer, Rollbacks, Saver, Timeline
-from safeckpt.run.arguments import checked_names, checked_seconds, checked_step
+from safeckpt.run.arguments import checked_names, checked_step
 from safeckpt.run.catalog import Checkpoint
 from safeckpt.run.pruning import Pruning
 from safeckpt.run.replay import Replay, ReplayPolicy, ReplayReport
@@ -22,6 +22,7 @@ from safeckpt.run.schedule import SaveSchedule
 from safeckpt.run.stop_signals import StopSignals
 from safeckpt.state import Guard, register, uncaptured
 from safeckpt.store import Best, CheckpointDirectory, WriterLock
+from safeckpt.system.arguments import checked_bool, checked_choice, checked_int, checked_number
 
 __all__ = ["CheckpointManager"]
 
@@ -118,20 +119,22 @@ class CheckpointManager:
             "on_replica_drift": on_replica_drift,
             "agree_every": agree_every,
         }
-        self._run = Timeline(files, lock, SaveSchedule(save_every), checked_seconds(rank_timeout_seconds), settings)
+        self._run = Timeline(
+            files,
+            lock,
+            SaveSchedule(save_every),
+            checked_number("rank_timeout_seconds", rank_timeout_seconds, positive=True),
+            settings,
+        )
         pruning = Pruning(files, self._run.catalog, keep_last, keep_best, keep_every)
         if not isinstance(guard, Guard):
             raise TypeError(f"guard must be a Guard; got {type(guard).__name__}")
-        if isinstance(max_rollbacks, bool) or not isinstance(max_rollbacks, int) or max_rollbacks < 1:
-            raise ValueError(f"max_rollbacks must be an int, 1 or more; got {max_rollbacks!r}")
-        if not isinstance(async_save, bool):
-            raise TypeError(f"async_save must be True or False; got {async_save!r}")
+        checked_int("max_rollbacks", max_rollbacks, least=1)
+        checked_bool("async_save", async_save)
         if grads is not None and not isinstance(grads, bool):
             raise TypeError(f"grads must be True, False or None; got {grads!r}")
-        if on_replica_drift not in ("warn", "error", "ignore"):
-            raise ValueError(f"on_replica_drift must be 'warn', 'error' or 'ignore'; got {on_replica_drift!r}")
-        if isinstance(agree_every, bool) or not isinstance(agree_every, int) or agree_every < 1:
-            raise ValueError(f"agree_every must be an int, 1 or more; got {agree_every!r}")
+        checked_choice("on_replica_drift", on_replica_drift, ("warn", "error", "ignore"))
+        checked_int("agree_every", agree_every, least=1)
         self._components = register(components)
         settings["components"] = {name: component.kind for name, component in self._components.items()}
         self._replay = Replay(files.losses, on_replay_mismatch, self._run.event, lambda: self._run.lock.held)

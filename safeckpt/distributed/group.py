@@ -241,7 +241,8 @@ class Ranks(Group):
             elif rank is not None:
                 store.wait([key], dt.timedelta(seconds=_NEWS_SECONDS))
                 rank, reason = json.loads(store.get(key))
-        return RankLostError(what=what, lost=rank, timeout_seconds=self._timeout_seconds, reason=reason)
+        late = "imed out waiting" in reason or "ait timeout" in reason  # of gloo, which has no class for it
+        return RankLostError(what=what, lost=rank, timeout_seconds=self._timeout_seconds, reason=reason, late=late)
 
 
 def _wait(work: Any, timeout: dt.timedelta) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from safeckpt.distributed.fingerprint import SHARDED, exact_digest_of, fingerprints, joined, layout_of, layouts_of
-from safeckpt.errors import StateMismatchError, UnsavableStateError
+from safeckpt.errors import StateMismatchError, UnsavableStateError, listed
 from safeckpt.state import RESERVED_KEY, Component
 from safeckpt.state.random_streams import RngStreams
 from safeckpt.state.tree import join, map_tensors, named_tensors
@@ -122,8 +122,7 @@ def refuse_parts(names: list[str]) -> None:
         location=names[0],
         type_name="part of a model that is another on each rank",
         reason="of plain tensors that ranks hold together, the checkpoint has one copy, and not every rank has "
-        + ", ".join(names[:5])
-        + (f" and {len(names) - 5} more" if len(names) > 5 else ""),
+        + listed(names),
         cure="shard the model with DTensor (fully_shard, parallelize_module); or wrap each rank's part, such as a "
         "stage of a pipeline, and its optimizer in an object with state_dict and load_state_dict, which is saved for "
         "every rank.",

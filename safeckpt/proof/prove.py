@@ -20,6 +20,7 @@ from safeckpt.proof.report import KillReport, ResumeReport
 from safeckpt.proof.runs import KILLED, RESUMED, STRAIGHT, Build, Job, Record, Restore, TrainStep, run
 from safeckpt.proof.workers import Functions, Worker, importing
 from safeckpt.state.random_streams import RngStreams
+from safeckpt.system.arguments import checked_int
 
 __all__ = ["prove_resume"]
 
@@ -116,8 +117,7 @@ def prove_resume(
 
 def _checked(steps: int, kill_at: int | Sequence[int], repeats: int) -> list[int]:
     for name, value in (("steps", steps), ("repeats", repeats)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be an int, 1 or more; got {value!r}")
+        checked_int(name, value, least=1)
     kills = list(kill_at) if isinstance(kill_at, Sequence) else [kill_at]
     if not kills:
         raise ValueError("kill_at is empty: give at least one step")

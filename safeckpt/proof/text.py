@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from safeckpt.errors import listed
 from safeckpt.proof.leaves import flatten
 
 if TYPE_CHECKING:
@@ -139,8 +140,7 @@ def _when_only(one: Difference, kill_at: int) -> str:
 
 
 def _some(differences: list[Difference]) -> str:
-    more = len(differences) - _SHOWN
-    return "; ".join(str(one) for one in differences[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
+    return listed(differences, "; ", _SHOWN)
 
 
 def _made(report: ResumeReport) -> Iterator[str]:

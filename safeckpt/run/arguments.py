@@ -12,7 +12,7 @@ import torch
 
 from safeckpt.state.loss import refuse_long
 
-__all__ = ["checked_metrics", "checked_names", "checked_seconds", "checked_step"]
+__all__ = ["checked_metrics", "checked_names", "checked_step"]
 
 _FEW = 100  # names, and characters of each, that are not counted in every step
 
@@ -28,15 +28,6 @@ def checked_step(step: Any) -> int:
     if number < 0:
         raise ValueError(f"step must be an int, 0 or more; got {number}")
     return number
-
-
-def checked_seconds(seconds: Any) -> float:
-    """Return a time that is waited."""
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
-        raise TypeError(f"rank_timeout_seconds must be a number; got {type(seconds).__name__}")
-    if not seconds > 0:
-        raise ValueError(f"rank_timeout_seconds must be more than 0; got {seconds!r}")
-    return float(seconds)
 
 
 def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:

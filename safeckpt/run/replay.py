@@ -21,6 +21,7 @@ from typing import Any, Literal
 from safeckpt.errors import ReplayMismatchError, ReplayMismatchWarning
 from safeckpt.state.loss import Loss
 from safeckpt.store import LossLog
+from safeckpt.system.arguments import checked_choice
 
 __all__ = ["Replay", "ReplayMismatch", "ReplayPolicy", "ReplayReport"]
 
@@ -99,8 +100,7 @@ class Replay:
     def __init__(
         self, log: LossLog, policy: ReplayPolicy, event: Callable[..., None], locked: Callable[[], bool]
     ) -> None:
-        if policy not in _POLICIES:
-            raise ValueError(f"on_replay_mismatch must be one of {', '.join(map(repr, _POLICIES))}; got {policy!r}")
+        checked_choice("on_replay_mismatch", policy, _POLICIES)
         self._log = log
         self._policy = policy
         self._event = event

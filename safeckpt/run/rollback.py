@@ -8,6 +8,7 @@ from typing import Any, cast
 from safeckpt.errors import RollbackLoopError
 from safeckpt.run.timeline import Timeline
 from safeckpt.state import Component
+from safeckpt.system.arguments import checked_int
 
 __all__ = ["Rollbacks"]
 
@@ -47,8 +48,7 @@ class Rollbacks:
             handed_out: For steps that ended lately, the last batch that each loader had handed out by then: several
                 processes learn of a refused step some steps later, and the batches since then are not to blame.
         """
-        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise ValueError(f"skip_batches must be an int, 0 or more; got {count!r}")
+        checked_int("skip_batches", count)
         able = {name: c.obj for name, c in self._components.items() if hasattr(c.obj, "leave_out")}
         if count and not able:
             raise ValueError(

@@ -4,7 +4,7 @@ from safeckpt.state.baseline import Baseline, Verdict, guard_from_record
 from safeckpt.state.component import Component
 from safeckpt.state.fsdp import refuse_unreduced
 from safeckpt.state.gradients import Gradients
-from safeckpt.state.guard import Guard, NonFiniteTensor, check_gradients, find_nonfinite
+from safeckpt.state.guard import Guard, check_gradients, find_nonfinite
 from safeckpt.state.loss import Loss, nonfinite_loss
 from safeckpt.state.registry import register, uncaptured
 from safeckpt.state.snapshot import RESERVED_KEY, Plan, Snapshot, capture, plan
@@ -18,7 +18,6 @@ __all__ = [
     "Gradients",
     "Guard",
     "Loss",
-    "NonFiniteTensor",
     "Plan",
     "Snapshot",
     "Staging",

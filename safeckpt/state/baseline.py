@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from safeckpt.errors import NonFiniteTensor
 from safeckpt.state.component import Captured, Component
 from safeckpt.state.guard import Guard, matcher
 from safeckpt.state.module import ModuleComponent
-from safeckpt.state.nonfinite import NonFiniteTensor, masks, nonfinite
+from safeckpt.state.nonfinite import masks, nonfinite
 from safeckpt.state.random_streams import RngStreams
 from safeckpt.state.tree import join
 

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from safeckpt.errors import NonFiniteTensor
 from safeckpt.state.component import Component
-from safeckpt.state.guard import Guard, NonFiniteTensor, find_nonfinite
+from safeckpt.state.guard import Guard, find_nonfinite
 from safeckpt.state.tree import local_part
 
 __all__ = ["Gradients"]

@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from safeckpt.errors import NonFiniteError
-from safeckpt.state.nonfinite import NonFiniteTensor, scan
+from safeckpt.errors import NonFiniteError, NonFiniteTensor
+from safeckpt.state.nonfinite import scan
 from safeckpt.state.tree import join, named_leaves
 
 __all__ = [
     "Guard",
-    "NonFiniteTensor",
     "check_gradients",
     "find_nonfinite",
     "guarded_tensors",

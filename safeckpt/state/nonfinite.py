@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from safeckpt.errors import UnsavableStateError
+from safeckpt.errors import NonFiniteTensor, UnsavableStateError
 
-__all__ = ["NonFiniteTensor", "masks", "nonfinite", "scan"]
+__all__ = ["masks", "nonfinite", "scan"]
 
 _PLAIN = (torch.Tensor, nn.Parameter)  # exactly these: a subclass may mean something else by its memory
 _NATIVE = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})  # what aminmax knows
@@ -32,29 +32,6 @@ _COMPRESSED = (*_BY_ROW, torch.sparse_csc, torch.sparse_bsc)
 _SMALL = 1 << 12  # elements up to which tensors are joined before they are looked at
 _BATCH = 1 << 18  # elements of such a joint: 1 MiB of float32 stays in cache
 _PIECE = 1 << 22  # elements that are converted at a time when aminmax does not know the dtype
-
-
-@dataclass(frozen=True)
-class NonFiniteTensor:
-    """One tensor that is not finite.
-
-    Attributes:
-        name: Dotted name, `component.qualified.name`.
-        nan_count: Elements that are NaN; a complex element is one when either part is.
-        inf_count: Elements that are +Inf or -Inf.
-        numel: Elements of the tensor (stored ones, when it is sparse).
-        first_index: Index of the first element that is not finite, one entry per dimension.
-    """
-
-    name: str
-    nan_count: int
-    inf_count: int
-    numel: int
-    first_index: tuple[int, ...]
-
-    def __str__(self) -> str:
-        where = list(self.first_index)
-        return f"{self.name}: {self.nan_count} NaN, {self.inf_count} Inf of {self.numel} elements, first at {where}"
 
 
 def scan(named: Iterable[tuple[str, torch.Tensor]]) -> list[NonFiniteTensor]:

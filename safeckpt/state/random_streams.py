@@ -1,8 +1,9 @@
 """Random numbers: the process's own streams, and private generators given as components.
 
-NumPy objects cannot be read back under `weights_only=True`, so every state is written as tensors of unsigned integers
-with a few plain numbers beside them. They are positions in a sequence, not data: they stay on the CPU and no
-`map_location` applies.
+NumPy objects cannot be read back under `weights_only=True`, so every state is written as tensors of integers with a few
+plain numbers beside them. The tensors are signed, with the bits of the unsigned words: Python's pickle cannot read back
+a tensor of torch.uint32 (torch 2.13), and states travel between ranks, and in a loader's `state_dict`, in such pickles.
+They are positions in a sequence, not data: they stay on the CPU and no `map_location` applies.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ __all__ = [
 
 
 def packed_numpy(value: Any) -> Any:
-    """Return a NumPy state with its arrays as tensors of the same dtype, and scalars as Python numbers."""
+    """Return a NumPy state with its arrays as tensors of the same bits, and scalars as Python numbers."""
     if isinstance(value, dict):
         return {key: packed_numpy(item) for key, item in value.items()}
     if isinstance(value, np.ndarray):
-        return torch.from_numpy(value.copy())
+        return _signed(value)
     return value.item() if isinstance(value, np.generic) else value
 
 
@@ -41,19 +42,30 @@ def unpacked_numpy(value: Any) -> Any:
     """Return what `packed_numpy` was given."""
     if isinstance(value, dict):
         return {key: unpacked_numpy(item) for key, item in value.items()}
-    return value.cpu().numpy() if isinstance(value, torch.Tensor) else value
+    return _unsigned(value) if isinstance(value, torch.Tensor) else value
+
+
+def _signed(words: np.ndarray[Any, Any]) -> torch.Tensor:
+    return torch.from_numpy(words.copy().view(f"i{words.itemsize}"))
+
+
+def _unsigned(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    return tensor.cpu().numpy().view(f"u{tensor.itemsize}")
 
 
 def packed_python(state: tuple[Any, ...]) -> dict[str, Any]:
-    """Return a state of `random.Random` with its words as one tensor: as integers they cost more than a small model."""
+    """Return a state of `random.Random` with its words as one tensor: 624 integers are slow to write."""
     version, (*words, position), gauss = state
-    key = torch.from_numpy(np.array(words, dtype=np.uint32))
-    return {"version": version, "state": {"key": key, "pos": position}, "gauss": gauss}
+    return {
+        "version": version,
+        "state": {"key": _signed(np.array(words, dtype=np.uint32)), "pos": position},
+        "gauss": gauss,
+    }
 
 
 def unpacked_python(state: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return what `packed_python` was given."""
-    return state["version"], (*state["state"]["key"].tolist(), state["state"]["pos"]), state["gauss"]
+    return state["version"], (*_unsigned(state["state"]["key"]).tolist(), state["state"]["pos"]), state["gauss"]
 
 
 class GeneratorComponent(Component):

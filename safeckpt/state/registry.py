@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
+from safeckpt.errors import listed
 from safeckpt.state.component import Component, class_name
 from safeckpt.state.fsdp import reshard
 from safeckpt.state.module import ModuleComponent, unwrap
@@ -177,7 +178,7 @@ def uncaptured(components: Mapping[str, Any]) -> list[str]:
             if id(p) not in owned
         ]
         if strangers:
-            found.append(f"{name}: it trains parameters of no registered module: {_listed(strangers)}")
+            found.append(f"{name}: it trains parameters of no registered module: {listed(strangers)}")
     return [*found, *_uncaptured_inner(components), *_unregistered_schedulers(components, optimizers)]
 
 
@@ -187,7 +188,7 @@ def _uncaptured_of_module(module: ModuleComponent, held: set[int]) -> Iterator[s
         saved = {f"{module.name}.{key}" for key in module.capture().state}
     left_out = [name for name in trainable if name not in saved]
     if left_out:
-        yield f"{module.name}: its state_dict leaves out {_listed(left_out)} (trainable: requires_grad is True)"
+        yield f"{module.name}: its state_dict leaves out {listed(left_out)} (trainable: requires_grad is True)"
     hooks = [state for one in module.outermost.modules() for _, state in getattr(one, "_comm_hooks", ())]
     for state in hooks:
         if hasattr(type(state), "__slots__") or getattr(state, "__dict__", None):  # a process group has neither
@@ -197,7 +198,7 @@ def _uncaptured_of_module(module: ModuleComponent, held: set[int]) -> Iterator[s
             )
     loose = [name for name, one in trainable.items() if one not in held]
     if loose and not isinstance(module.obj, AveragedModel):  # that is moved by update_parameters()
-        yield f"{module.name}: no registered optimizer holds {_listed(loose)} (trainable: requires_grad is True)"
+        yield f"{module.name}: no registered optimizer holds {listed(loose)} (trainable: requires_grad is True)"
 
 
 def _uncaptured_inner(components: Mapping[str, Any]) -> Iterator[str]:
@@ -229,8 +230,3 @@ def _unregistered_schedulers(components: Mapping[str, Any], optimizers: Mapping[
             isinstance(one, Optimizer) and id(one) not in known for one in inside[name]
         ):
             yield f"{name}: the optimizer it drives is not registered; its moments and lr would be lost"
-
-
-def _listed(names: list[str], shown: int = 5) -> str:
-    more = len(names) - shown
-    return ", ".join(names[:shown]) + (f" and {more} more" if more > 0 else "")

@@ -17,6 +17,7 @@ import filelock
 
 from safeckpt.errors import DirectoryLockedError
 from safeckpt.store import disk, names
+from safeckpt.system.arguments import checked_number
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -44,12 +45,8 @@ class WriterLock:
     """
 
     def __init__(self, directory: str | os.PathLike[str], timeout_seconds: float = 10.0) -> None:
-        if isinstance(timeout_seconds, bool) or not isinstance(timeout_seconds, (int, float)):
-            raise TypeError(f"timeout_seconds must be a number, not {type(timeout_seconds).__name__}")
-        if not timeout_seconds >= 0:
-            raise ValueError(f"timeout_seconds must be 0 or more, not {timeout_seconds}")
         self.directory = Path(directory).absolute()
-        self.timeout_seconds = timeout_seconds
+        self.timeout_seconds = checked_number("timeout_seconds", timeout_seconds)
         self._lock: filelock.BaseFileLock | None = None
         self._identity: tuple[int, int] | None = None
 

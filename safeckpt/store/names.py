@@ -22,6 +22,8 @@ import re
 import secrets
 from typing import TYPE_CHECKING
 
+from safeckpt.system.arguments import checked_int
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -57,14 +59,6 @@ _TEMP_EXTRA_BYTES = len(".." + 16 * "f" + ".tmp")
 _ALWAYS_ALLOWED_BYTES = 143
 
 
-def _check_step(step: int) -> int:
-    if isinstance(step, bool) or not isinstance(step, int):
-        raise TypeError(f"step must be an int, not {type(step).__name__}")
-    if step < 0:
-        raise ValueError(f"step must be 0 or more, not {step}")
-    return step
-
-
 def step_name(step: int) -> str:
     """Return the file name of a step's checkpoint.
 
@@ -72,7 +66,7 @@ def step_name(step: int) -> str:
         >>> step_name(1200)
         'step-00001200.pt'
     """
-    return f"step-{_check_step(step):08d}.pt"
+    return f"step-{checked_int('step', step):08d}.pt"
 
 
 def folder_name(step: int) -> str:
@@ -100,7 +94,7 @@ def parse_step(name: str) -> int | None:
 
 def aside_name(step: int, number: int, *, folder: bool = False) -> str:
     """Return the name of the number-th checkpoint of a step that was set aside."""
-    return f"aside-{_check_step(step):08d}.{number}" + ("" if folder else ".pt")
+    return f"aside-{checked_int('step', step):08d}.{number}" + ("" if folder else ".pt")
 
 
 def parse_aside(name: str) -> tuple[int, int] | None:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from safeckpt.system.arguments import checked_int
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
@@ -52,7 +54,7 @@ class Best:
             raise ValueError("metric must be the name of a metric, not an empty string")
         if self.mode not in _MODES:
             raise ValueError(f"mode must be 'min' or 'max', not {self.mode!r}")
-        _check_count("count", self.count)
+        checked_int("count", self.count, least=1)
 
     def rank(self, scores: Iterable[tuple[int, float | None]]) -> Iterator[int]:
         """Go through the steps of (step, value) pairs, best first.
@@ -74,7 +76,7 @@ class KeepLast:
     count: int
 
     def __post_init__(self) -> None:
-        _check_count("keep_last", self.count)
+        checked_int("keep_last", self.count, least=1)
 
     def keeps(self, steps: Sequence[int], is_good: Callable[[int], bool]) -> Collection[int]:
         """Return the steps to keep."""
@@ -90,7 +92,7 @@ class KeepEvery:
     interval: int
 
     def __post_init__(self) -> None:
-        _check_count("keep_every", self.interval)
+        checked_int("keep_every", self.interval, least=1)
 
     def keeps(self, steps: Sequence[int], is_good: Callable[[int], bool]) -> Collection[int]:
         """Return the steps to keep."""
@@ -159,7 +161,7 @@ def asides_to_prune(
         is_good: Whether a step's file is good.
         is_good_aside: Whether a set-aside file is good; one that is not stays.
     """
-    _check_count("keep_last", keep_last)
+    checked_int("keep_last", keep_last, least=1)
     lowest = min((aside.step for aside in asides), default=None)
     if lowest is None or len(steps) < keep_last or steps[-keep_last] <= lowest:
         return []
@@ -168,10 +170,3 @@ def asides_to_prune(
     if outrun is None:
         return []
     return [aside for aside in asides if aside.step < outrun and is_good_aside(aside)]
-
-
-def _check_count(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, not {type(value).__name__}")
-    if value < 1:
-        raise ValueError(f"{name} must be 1 or more, not {value}")

@@ -52,7 +52,7 @@ def test_nan_loss_on_one_rank_is_refused_by_all(seen: list[dict[str, Any]]) -> N
         assert found["step"] == 4
         assert again["error"] is None
         assert steps == [3, 5]
-    assert "On rank 1: Step 4 was refused" in of(seen, "nan_loss_on_one_rank_at_save")[0][0]["text"]
+    assert "On rank 1: Step 4 was not saved" in of(seen, "nan_loss_on_one_rank_at_save")[0][0]["text"]
 
 
 def test_nan_in_a_tensor_of_one_rank_is_refused_by_all(seen: list[dict[str, Any]], kind: Kind) -> None:
@@ -115,7 +115,7 @@ def test_drifted_replica_is_named(seen: list[dict[str, Any]]) -> None:
         assert found[0]["error"] is None
         assert len(found[1]) == (1 if rank == 0 else 0)
         if rank == 0:
-            assert "ReplicaDriftWarning: At step 4 the copies of rank(s) 1" in found[1][0]
+            assert "ReplicaDriftWarning: At step 4 the copies on rank(s) 1" in found[1][0]
             assert "model.head.bias" in found[1][0]
         assert clean == ({**clean[0], "error": None}, [])
         assert refused[0]["error"] == "ReplicaDriftError"
@@ -127,7 +127,7 @@ def test_ranks_that_call_different_things_are_told(seen: list[dict[str, Any]]) -
     """Nobody hangs, nothing is written, and the next call that is the same for all works."""
     for found, again, newest in of(seen, "different_calls"):
         assert found["error"] == "RanksDisagreeError"
-        assert "rank 0 for saving step 2, rank 1 for saving step 3" in found["text"]
+        assert "saving step 2 on rank 0, saving step 3 on rank 1" in found["text"]
         assert again["error"] is None
         assert newest == 4
 

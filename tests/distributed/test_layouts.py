@@ -857,5 +857,5 @@ def test_checkpoints_of_one_name_in_two_directories_are_told_apart(tmp_path: Pat
         groups.results(1, _alone, place)
     for found, unchanged in groups.results(2, _both, tmp_path, places):
         assert found["error"] == "DirectoryNotSharedError"
-        assert "is another one than that of rank 0" in found["text"]
+        assert "the directory is not shared" in found["text"]
         assert unchanged

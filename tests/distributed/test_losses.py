@@ -98,7 +98,7 @@ def test_lost_rank_leaves_the_checkpoint_before(tmp_path: Path, case: Case) -> N
     assert survivor.value is not None
     found, step = groups.answer(survivor)
     assert found["error"] == "RankLostError", found
-    assert f"rank {victim} {'did not come within 3' if fault[2] == 'hang' else 'was lost'}" in found["text"]
+    assert f"rank {victim} {'did not answer within 3' if fault[2] == 'hang' else 'was lost'}" in found["text"]
     assert found["seconds"] < (60 if fault[2] != "hang" else 3 + 15)
     assert step in (3, 4)
     if fault[2] != "hang":

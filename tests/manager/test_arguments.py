@@ -21,12 +21,12 @@ from tests.manager.helpers import checkpoint_files
 from tests.training import Marked
 
 NONSENSE: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"keep_last": 0}, ValueError, "keep_last must be 1 or more"),
-    ({"keep_last": -3}, ValueError, "keep_last must be 1 or more"),
+    ({"keep_last": 0}, ValueError, "keep_last must be an int, 1 or more"),
+    ({"keep_last": -3}, ValueError, "keep_last must be an int, 1 or more"),
     ({"keep_last": None}, TypeError, "keep_last must be an int"),
     ({"keep_last": 2.0}, TypeError, "keep_last must be an int"),
     ({"keep_last": True}, TypeError, "keep_last must be an int"),
-    ({"keep_every": 0}, ValueError, "keep_every must be 1 or more"),
+    ({"keep_every": 0}, ValueError, "keep_every must be an int, 1 or more"),
     ({"keep_every": "10"}, TypeError, "keep_every must be an int"),
     ({"keep_best": "loss"}, TypeError, r"keep_best takes a Best.*got 'loss'"),
     ({"keep_best": 3}, TypeError, "keep_best takes a Best"),
@@ -41,9 +41,9 @@ NONSENSE: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"guard": None}, TypeError, "guard must be a Guard"),
     ({"guard": True}, TypeError, "guard must be a Guard"),
     ({"max_rollbacks": 0}, ValueError, "max_rollbacks must be an int, 1 or more"),
-    ({"max_rollbacks": 1.5}, ValueError, "max_rollbacks must be an int, 1 or more"),
-    ({"lock_timeout_seconds": -1}, ValueError, "timeout_seconds must be 0 or more"),
-    ({"lock_timeout_seconds": math.nan}, ValueError, "timeout_seconds must be 0 or more"),
+    ({"max_rollbacks": 1.5}, TypeError, "max_rollbacks must be an int, 1 or more"),
+    ({"lock_timeout_seconds": -1}, ValueError, "timeout_seconds must be a number, 0 or more"),
+    ({"lock_timeout_seconds": math.nan}, ValueError, "timeout_seconds must be a number, 0 or more"),
     ({"lock_timeout_seconds": "10"}, TypeError, "timeout_seconds must be a number"),
     ({"lock_timeout_seconds": None}, TypeError, "timeout_seconds must be a number"),
     ({"on_replay_mismatch": "raise"}, ValueError, "on_replay_mismatch must be one of 'warn', 'error', 'ignore'"),

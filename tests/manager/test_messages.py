@@ -112,13 +112,13 @@ CASES: list[tuple[Callable[[Path], None], type[safeckpt.SafeckptError], list[str
     (not_found, safeckpt.CheckpointNotFoundError, ["step 7", "newest: 1"]),
     (damaged, safeckpt.DamagedCheckpointError, ["step-00000001.pt is damaged", "data/0"]),
     (newer, safeckpt.FormatVersionError, ["format version 2", "reads 1", "newer safeckpt"]),
-    (none_good, safeckpt.NoGoodCheckpointError, ["1 checkpoint(s) and none is good", "step-00000001.pt: "]),
+    (none_good, safeckpt.NoGoodCheckpointError, ["1 checkpoint(s), but no good one", "step-00000001.pt: "]),
     (untrusted, safeckpt.UntrustedTypeError, ["print", "add_safe_globals"]),
     (other_components, safeckpt.ComponentMismatchError, ["other", "model", "only="]),
     (other_shape, safeckpt.StateMismatchError, ["model.value", "[3]", "[4]"]),
     (loop, safeckpt.RollbackLoopError, ["max_rollbacks=1", "skip_batches=1"]),
     (locked, safeckpt.DirectoryLockedError, ["same process", "pid "]),
-    (durability, safeckpt.DurabilityUnknownError, ["step-00000002.pt is saved, durability unknown"]),
+    (durability, safeckpt.DurabilityUnknownError, ["step-00000002.pt is saved, but its durability is unknown"]),
 ]
 
 

@@ -230,7 +230,7 @@ def test_bad_loss_and_bad_weights_are_both_reported(tmp_path: Path) -> None:
     assert error.loss == math.inf
     found = {tensor.name for tensor in error.tensors}
     assert {"model.0.weight", "model.4.bias", "optimizer.model.0.weight.exp_avg"} <= found
-    assert f"... and {len(found) - 5} more" in str(error)
+    assert f"and {len(found) - 5} more" in str(error)
 
 
 def test_first_refusal_says_that_there_is_no_checkpoint(tmp_path: Path) -> None:

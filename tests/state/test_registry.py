@@ -157,7 +157,7 @@ def test_trainable_parameters_without_a_registered_optimizer_are_named():
 def test_long_lists_of_names_are_cut():
     """Five names and the number of the rest."""
     model = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(8))
-    assert "m.4.weight and 3 more (trainable" in uncaptured({"m": model})[0]
+    assert "m.4.weight, and 3 more (trainable" in uncaptured({"m": model})[0]
 
 
 def test_parameters_of_no_module_are_named_by_their_place():

@@ -234,7 +234,7 @@ def test_error_text_shows_the_first_mismatches_and_counts_the_rest():
     text = str(caught.value)
     assert text.startswith(f"there/step-1.pt does not fit the live objects, {len(caught.value.mismatches)} difference")
     assert len(caught.value.mismatches) == 12
-    assert "... and 7 more" in text
+    assert "and 7 more" in text
     assert "no object was changed" in text
 
 
