@@ -51,10 +51,14 @@ class CheckpointDirectory:
         self.path = Path(path).absolute()
         self.events = EventLog(self.path / names.EVENTS)
         self.losses = LossLog(self.path / names.LOSSES)
+        self._is_durable = False  # the name of the directory, as far as this object has seen to it
         self._undeleted: set[Path] = set()  # temporary directories that could not be deleted yet
 
     def create(self) -> None:
-        """Make the directory and its missing parents, durably; one that is there is left as it is.
+        """Make the directory and its missing parents, durably.
+
+        One that is there may have been made a moment ago by somebody who did not sync it: its name is made durable
+        once, where its parent can be opened.
 
         Raises:
             OSError: It cannot be made, or something else has its name.
@@ -73,6 +77,10 @@ class CheckpointDirectory:
             # A checkpoint is only as durable as every name on the way to it.
             with disk.open_directory(place.parent) as parent:
                 disk.sync_directory(parent)
+        if not missing and not self._is_durable:
+            with contextlib.suppress(OSError), disk.open_directory(self.path.parent) as parent:
+                disk.sync_directory(parent)
+        self._is_durable = True
 
     def steps(self) -> list[int]:
         """Return the steps that have a file, good or not, ascending; none when there is no directory.

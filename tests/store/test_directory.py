@@ -106,6 +106,28 @@ def test_created_directory_is_durable_with_its_parents(tmp_path: Path) -> None:
     assert directory.steps() == []
 
 
+def test_directory_that_was_there_is_made_durable_once(tmp_path: Path) -> None:
+    """The name of a directory that somebody else made is synced at its first use, and not again."""
+    recorder = Recorder()
+    (tmp_path / "run").mkdir()
+    directory = CheckpointDirectory(tmp_path / "run")
+    with intercept(recorder):
+        directory.create()
+        directory.create()
+    synced = [(operation.kind, operation.path) for operation in recorder.operations]
+    assert synced == [("open_directory", str(tmp_path)), ("sync_directory", str(tmp_path))]
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.EROFS])
+@pytest.mark.parametrize("kind", ["open_directory", "sync_directory"])
+def test_parent_that_cannot_be_synced_does_not_stop_a_run(tmp_path: Path, kind: str, number: int) -> None:
+    """A directory below one that this user may not read, as homes often are, is used all the same."""
+    fault = Fault(1, number, {kind})
+    with intercept(fault):
+        CheckpointDirectory(tmp_path).create()
+    assert fault.fired is not None
+
+
 def test_created_directory_has_the_usual_mode(tmp_path: Path) -> None:
     """A directory that is made can be used by whom the umask allows."""
     before = os.umask(0o027)
