@@ -509,13 +509,15 @@ class DirectoryLockedError(SafeckptError, TimeoutError):
 
     def __init__(
         self, *, directory: object, pid: int | None = None, host: str | None = None, since: str | None = None,
-        reason: str = "another process is saving checkpoints into it",
+        reason: str = "another process is saving checkpoints into it", next_step: str | None = None,
+        lost: bool = False,
     ) -> None:  # fmt: skip
         who = f" (pid {pid} on {host}, since {since})" if pid is not None else ""
         super().__init__(
-            f"{directory} is locked: {reason}{who}.",
+            f"{directory} is {'not held by this process any more' if lost else 'locked'}: {reason}{who}.",
             _UNTOUCHED,
-            "wait for the other process, stop it, or give this run its own directory. Reading needs no lock.",
+            next_step
+            or "wait for the other process, stop it, or give this run its own directory. Reading needs no lock.",
             path=directory,
         )
         self.errno = errno.ETIMEDOUT

@@ -99,7 +99,8 @@ def locked(path: Path) -> None:
 
 
 def durability(path: Path) -> None:
-    with manager_of(path, Marked()) as manager, intercept(Fault(1, 5, {"sync_directory"})):
+    # The first one is of the parent, for the name of the directory itself.
+    with manager_of(path, Marked()) as manager, intercept(Fault(2, 5, {"sync_directory"})):
         manager.restore()
         manager.save(2)
 

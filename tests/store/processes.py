@@ -24,6 +24,7 @@ import json, os, signal, time
 from pathlib import Path
 from safeckpt.errors import DirectoryLockedError
 from safeckpt.store import *
+from safeckpt.store import holder
 """
 
 _LOOP = """
