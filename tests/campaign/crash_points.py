@@ -28,7 +28,7 @@ def run(scale: Scale, seed: int) -> Outcome:
 
 def _crash_everywhere(story: Story, folder: Path, outcome: Outcome, choose: random.Random, scale: Scale) -> None:
     most, most_names = _MOST[scale]
-    root, before, operations, promise = _recorded(story, folder)
+    root, before, operations, promise = recorded(story, folder)
     disk = Disk(root, before)
     disks: dict[tuple[object, frozenset[tuple[int, int]]], tuple[int, Content | None]] = {}
     for number in range(len(operations) + 1):
@@ -52,10 +52,39 @@ def _crash_everywhere(story: Story, folder: Path, outcome: Outcome, choose: rand
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _recorded(story: Story, folder: Path) -> tuple[Path, Content | None, list[Operation], Promise]:
+def around(name: str, kind: str | None) -> Outcome:
+    """Cut the power right after each operation of one kind in one story, and look at every disk that may be left.
+
+    Args:
+        name: Of the story.
+        kind: Of the operations; None for the last operation, whatever it is.
+    """
+    story = STORIES[name]
+    outcome = Outcome(f"power lost after {kind or 'everything'} in {name}")
+    with scratch() as folder:
+        root, before, operations, promise = recorded(story, folder)
+        disk = Disk(root, before)
+        checkpoints = {name: data for name, data in (before or {}).items() if name.endswith(".pt")}
+        for number, operation in enumerate(operations, 1):
+            disk.apply(operation)
+            if operation.kind != kind and (kind is not None or number != len(operations)):
+                continue
+            lefts = {None if left is None else frozenset(left.items()): left for left in disk.every_crash()}
+            for index, left in enumerate(lefts.values()):
+                path = folder / f"disk {number} {index}"
+                put(path, left)
+                outcome.tried += 1
+                where = f"{name}: disk {index}, power lost after operation {number} ({operation.kind})"
+                with outcome.judging(where):
+                    check_afterwards(path, story, promise.after(number), checkpoints)
+                shutil.rmtree(path, ignore_errors=True)
+    return outcome
+
+
+def recorded(story: Story, folder: Path) -> tuple[Path, Content | None, list[Operation], Promise]:
     """Let the story happen; return its directory, what was there before, the operations and what is promised."""
     path = story.fresh(folder, "recorded")
-    recorder = _Recorder()
+    recorder = SuccessRecorder()
     promise = Promise(story.first, lambda: len(recorder.operations))
     manager, run = story.manager(path)
     story.ready(manager, run)
@@ -72,7 +101,7 @@ def _recorded(story: Story, folder: Path) -> tuple[Path, Content | None, list[Op
     return path, before, recorder.operations, promise
 
 
-class _Recorder(Recorder):
+class SuccessRecorder(Recorder):
     """Leaves out a deletion that did not happen because the file is in use."""
 
     def __call__(self, operation: Operation, call: Callable[[], Any]) -> Any:

@@ -44,19 +44,40 @@ def run(scale: Scale, seed: int) -> Outcome:
 # -- one call --------------------------------------------------------------------------------------------------------
 
 
-def _fail_everywhere(story: Story, folder: Path, outcome: Outcome, choose: random.Random, scale: Scale) -> None:
+def around(name: str, kind: str) -> Outcome:
+    """Fail each operation of one kind in one story, with every errno."""
+    outcome = Outcome(f"an errno at {kind} in {name}", figures={"errors raised": 0, "warnings": 0})
+    story = STORIES[name]
+    with scratch() as folder, quiet():
+        _fail_each(story, folder, [fault for fault in _faults(story, folder) if fault[2] == kind], outcome)
+    return outcome
+
+
+_Fault = tuple[int, int, str, bool, int]  # number of the operation, errno, kind, for good, bytes that get through
+
+
+def _faults(story: Story, folder: Path) -> list[_Fault]:
+    """Return every fault that a story can meet."""
     recorder = _Attempts()
     _tell(story, story.fresh(folder, "recorded"), recorder)
-    faults = [
+    return [
         (number, error, kind, for_good, part_bytes)
         for number, kind in enumerate(recorder.kinds, 1)
         for error in ERRNOS
         for for_good, part_bytes in ((False, 0), (True, 0), *([(False, 1_000)] if kind == "write" else []))
     ]
+
+
+def _fail_everywhere(story: Story, folder: Path, outcome: Outcome, choose: random.Random, scale: Scale) -> None:
+    faults = _faults(story, folder)
     # A failed sync of each kind is always among them: what may not be tried again is what goes wrong in silence.
     certain = [fault for fault in faults if fault[2].startswith("sync") and fault[1] == errno.EIO and not fault[3]]
     some = choose.sample(faults, int(len(faults) * _SHARE[scale]))
-    for index, (number, error, kind, for_good, part_bytes) in enumerate(dict.fromkeys([*certain, *some])):
+    _fail_each(story, folder, list(dict.fromkeys([*certain, *some])), outcome)
+
+
+def _fail_each(story: Story, folder: Path, faults: list[_Fault], outcome: Outcome) -> None:
+    for index, (number, error, kind, for_good, part_bytes) in enumerate(faults):
         path = story.fresh(folder, index)
         watch = _Watch(Fault(number, error, part_bytes=part_bytes, for_good=for_good))
         times = "for good" if for_good else "once"

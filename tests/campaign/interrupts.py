@@ -5,12 +5,13 @@ A line is one of a file; of a line in a loop the first time, the last time and s
 
 from __future__ import annotations
 
+import contextlib
 import dis
+import itertools
 import random
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from safeckpt import CheckpointManager
 from tests.campaign.outcome import Outcome, Scale, alone, scratch
 from tests.campaign.stories import state_of
 from tests.crash.scenarios import new_run, set_state
-from tests.faults import Tracing, descriptor_count
+from tests.faults import Interrupt, Tracing, descriptor_count, intercept
 from tests.manager.helpers import manager_of, steps_in, temps_in
 from tests.training import Marked
 
@@ -40,9 +41,24 @@ def run(scale: Scale, seed: int) -> Outcome:
     return alone(_interrupt_them, scale, seed)
 
 
+def around(save: str, kind: str) -> Outcome:
+    """Interrupt one kind of save before and after each operation of one kind.
+
+    Args:
+        save: Of `SAVES`.
+        kind: Of the store's operations.
+    """
+    outcome = Outcome(f"KeyboardInterrupt at {kind} of a save: {save}")
+    with scratch() as folder, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.simplefilter("ignore", ResourceWarning)
+        SAVES[save](folder, outcome).interrupt_operations(kind)
+    return outcome
+
+
 def _interrupt_them(scale: Scale, seed: int) -> Outcome:
     outcome = Outcome("KeyboardInterrupt on any line of Python that a save executes")
-    for kind in _KINDS:
+    for kind in SAVES.values():
         choose = random.Random(f"{seed} {kind.__name__}")
         with scratch() as folder, warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -102,6 +118,27 @@ class _Tracer(Tracing):
         return self._trace
 
 
+class _Operation:
+    """Raises KeyboardInterrupt at an operation of the store."""
+
+    def __init__(self, interrupt: Interrupt) -> None:
+        self._interrupt = interrupt
+        self._stack = contextlib.ExitStack()
+
+    @property
+    def fired(self) -> bool:
+        return self._interrupt.fired is not None
+
+    def __enter__(self) -> None:
+        self._stack.enter_context(intercept(self._interrupt))
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+
+_Interrupting = _Tracer | _Operation
+
+
 def _leaves_a_with(frame: Any) -> bool:
     """Return whether a `__exit__` is called next.
 
@@ -122,7 +159,7 @@ class _Kind:
         self.outcome = outcome
         self.step = 0
 
-    def save(self, tracer: _Tracer) -> None:
+    def save(self, tracer: _Interrupting) -> None:
         """Do what comes before a save, and the save under a tracer."""
         raise NotImplementedError
 
@@ -145,11 +182,23 @@ class _Kind:
         for place, count in lines:
             numbers = {1, count} | {choose.randint(1, count) for _ in range(times - 2)}
             for number in choose.sample(sorted(numbers), min(times, len(numbers))):
-                self._interrupt(place, number, descriptors)
+                where = f"{place[0]}:{place[1]}, execution {number}"
+                self._interrupt(_Tracer(place, number), where, descriptors)
 
-    def _interrupt(self, place: Place, number: int, descriptors: int) -> None:
-        where = f"{type(self).__name__.strip('_')}, {place[0]}:{place[1]}, execution {number}"
-        tracer = _Tracer(place, number)
+    def interrupt_operations(self, kind: str) -> None:
+        for _ in range(3):
+            self.save(_Operation(Interrupt(0, "before")))
+            self.after()
+        descriptors = descriptor_count()
+        for when in ("before", "after"):
+            for number in itertools.count(1):
+                fault = _Operation(Interrupt(number, when, {kind}))
+                self._interrupt(fault, f"{when} {kind} {number}", descriptors)
+                if not fault.fired:
+                    break
+
+    def _interrupt(self, tracer: _Interrupting, where: str, descriptors: int) -> None:
+        where = f"{type(self).__name__.strip('_')}, {where}"
         ended: BaseException | None = None
         try:
             self.save(tracer)
@@ -169,7 +218,8 @@ class _Kind:
     def _look(self, manager: CheckpointManager, descriptors: int) -> None:
         if not manager.directory.exists():
             return
-        assert temps_in(manager.directory) == []
+        left = temps_in(manager.directory)
+        assert not left, f"a temporary file was left: {left}"
         assert descriptor_count() <= descriptors, "a descriptor was leaked"
         for thread in threading.enumerate():
             if thread is not threading.main_thread() and thread.is_alive():
@@ -193,7 +243,7 @@ class _Save(_Kind):
         self.run: Marked = _new_run()
         self.manager = manager_of(folder / "run", self.run, keep_last=2, **self.options)
 
-    def save(self, tracer: _Tracer) -> None:
+    def save(self, tracer: _Interrupting) -> None:
         self._next()
         self.manager.save(self.step)  # so that every round finds as many files
         self.manager.wait()
@@ -220,7 +270,7 @@ class _FirstSave(_Kind):
 
     manager: CheckpointManager | None = None
 
-    def save(self, tracer: _Tracer) -> None:
+    def save(self, tracer: _Interrupting) -> None:
         self._close()
         self.step += 1
         path = self.folder / str(self.step)
@@ -255,4 +305,4 @@ class _FirstSave(_Kind):
             self.manager.close()
 
 
-_KINDS: tuple[Callable[[Path, Outcome], _Kind], ...] = (_Save, _AsyncSave, _FirstSave)
+SAVES: dict[str, type[_Kind]] = {"sync": _Save, "async": _AsyncSave, "first": _FirstSave}

@@ -22,10 +22,11 @@ from typing import Any
 
 import safeckpt
 from safeckpt import CheckpointManager
+from tests.campaign.crash_points import SuccessRecorder, recorded
 from tests.campaign.outcome import Outcome, Scale, WrongBitsError, alone, scratch
-from tests.campaign.stories import State, state_of
+from tests.campaign.stories import STORIES, Promise, State, Story, check_afterwards, state_of
 from tests.crash.scenarios import new_run, set_state
-from tests.faults import Operation, intercept
+from tests.faults import Operation, in_child, intercept
 from tests.manager.helpers import flip, manager_of, step_path, steps_in, temps_in
 from tests.training import Marked
 
@@ -77,6 +78,54 @@ class _Death:
 def run(scale: Scale, seed: int) -> Outcome:
     """Kill process after process."""
     return alone(_kill_them, scale, seed)
+
+
+def around(name: str, kind: str | None) -> Outcome:
+    """Kill a process with SIGKILL right after each operation of one kind in one story.
+
+    Args:
+        name: Of the story.
+        kind: Of the operations; None for a kill before the first one.
+    """
+    story = STORIES[name]
+    outcome = Outcome(f"SIGKILL after {kind or 'nothing'} in {name}")
+    with scratch() as folder:
+        points = [(0, frozenset({story.first}))]
+        if kind is not None:
+            _, _, operations, promise = recorded(story, folder)
+            points = [(number, promise.after(number)) for number, one in enumerate(operations, 1) if one.kind == kind]
+        for number, allowed in points:
+            path = story.fresh(folder, number)
+            outcome.tried += 1
+            ended = in_child(lambda path=path, number=number: _tell_and_die(story, path, number))
+            with outcome.judging(f"{name}: killed after operation {number}"):
+                assert ended.error is None, repr(ended.error)
+                check_afterwards(path, story, allowed, {})
+    return outcome
+
+
+def _tell_and_die(story: Story, path: Path, operations: int) -> None:
+    manager, run = story.manager(path)
+    story.ready(manager, run)
+    if operations:
+        with intercept(_KillAfter(operations)):
+            story.tell(manager, run, Promise(story.first, lambda: 0))
+            manager.close()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class _KillAfter(SuccessRecorder):
+    """Kills this process when so many operations have succeeded."""
+
+    def __init__(self, operations: int) -> None:
+        super().__init__()
+        self._last = operations
+
+    def __call__(self, operation: Operation, call: Callable[[], Any]) -> Any:
+        result = super().__call__(operation, call)
+        if len(self.operations) == self._last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
 
 
 def _kill_them(scale: Scale, seed: int) -> Outcome:

@@ -102,6 +102,13 @@ def _held(path: Path) -> dict[str, int]:
 
 
 def _compare(windows: list[dict[str, int]], saves: int, outcome: Outcome) -> None:
+    for window in windows:
+        if window["checkpoints"] > _MOST_CHECKPOINTS:
+            outcome.lose(f"{window['checkpoints']} checkpoints are kept")
+        if window["asides"] > _MOST_ASIDES:
+            outcome.lose(f"{window['asides']} checkpoints are set aside")
+        if window["directory_bytes"] > (_MOST_CHECKPOINTS + _MOST_ASIDES) * window["checkpoint_bytes"]:
+            outcome.lose(f"{window['directory_bytes']} bytes in the directory")
     first, *_, last = windows[1:]
     most = _MOST_GROWTH_BYTES + _MOST_GROWTH_BYTES_A_SAVE * saves
     if last["memory_bytes"] - first["memory_bytes"] > most:
@@ -111,10 +118,3 @@ def _compare(windows: list[dict[str, int]], saves: int, outcome: Outcome) -> Non
     for what in ("descriptors", "threads"):
         if last[what] > first[what]:
             outcome.lose(f"{what}: {first[what]}, in the end {last[what]}")
-    for window in windows:
-        if window["checkpoints"] > _MOST_CHECKPOINTS:
-            outcome.lose(f"{window['checkpoints']} checkpoints are kept")
-        if window["asides"] > _MOST_ASIDES:
-            outcome.lose(f"{window['asides']} checkpoints are set aside")
-        if window["directory_bytes"] > (_MOST_CHECKPOINTS + _MOST_ASIDES) * window["checkpoint_bytes"]:
-            outcome.lose(f"{window['directory_bytes']} bytes in the directory")

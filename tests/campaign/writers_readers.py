@@ -28,7 +28,7 @@ from tests.faults import Operation, intercept
 from tests.manager.helpers import manager_of, steps_in
 
 _SAVES = {"fast": 60, "full": 600}
-_LISTINGS = 4  # of a reader; the most that one makes here is three
+LISTINGS = 4  # of a reader; the most that one makes here is three
 _SAVES_A_KILL = 12
 _MOST_SECONDS = 60  # without a save: only a hang takes so long
 
@@ -42,12 +42,12 @@ def run(scale: Scale, seed: int) -> Outcome:
 
 def _run(scale: Scale, seed: int) -> Outcome:
     outcome = Outcome("two writers, killed while they hold the lock, and many readers in one directory")
-    for number in range(1, _LISTINGS + 1):
+    for number in range(1, LISTINGS + 1):
         for ask in ("restore", "restore one", "latest", "checkpoints"):
             with scratch() as folder:
-                _save_in_between(folder / "run", ask, number, outcome)
+                save_in_between(folder / "run", ask, number, outcome)
     with scratch() as folder:
-        _hold_the_lock(folder / "run", outcome)
+        hold_the_lock(folder / "run", outcome)
     with scratch() as folder:
         _work_together(folder / "run", outcome, _SAVES[scale], random.Random(seed))
     for number in (errno.ENOLCK, errno.ENOSYS):
@@ -56,7 +56,7 @@ def _run(scale: Scale, seed: int) -> Outcome:
     return outcome
 
 
-def _save_in_between(path: Path, ask: str, number: int, outcome: Outcome) -> None:
+def save_in_between(path: Path, ask: str, number: int, outcome: Outcome) -> None:
     """Have another writer save and prune right after a reader has listed the directory for the number-th time."""
     where = f"{ask}, a save after listing {number}"
     writer_run, run = new_run(), new_run()
@@ -104,7 +104,7 @@ def _save_in_between(path: Path, ask: str, number: int, outcome: Outcome) -> Non
                 outcome.lose(f"{where}: steps {saved} were there, now {steps_in(path)}")
 
 
-def _hold_the_lock(path: Path, outcome: Outcome) -> None:
+def hold_the_lock(path: Path, outcome: Outcome) -> None:
     """Save into a directory that another writer holds."""
     outcome.tried += 1
     first, second = new_run(), new_run()

@@ -23,6 +23,7 @@ from pathlib import Path
 from tests.faults import Operation
 
 PAGE_BYTES = 4096
+_EVERY_NAME = 1 << 20
 
 Content = Mapping[str, bytes]  # path below the root to bytes
 
@@ -150,6 +151,21 @@ class Disk:
                         for file in names.values()
                     },
                 )
+
+    def every_crash(self) -> Iterator[Content | None]:
+        """Yield what a crash now may leave: each pending name there or not, each unsafe file whole, lost, zeros or cut.
+
+        All of them, in one order: for a look at the moments around one operation, after which little is pending.
+        """
+        choose = random.Random(0)  # of the cut alone
+        for done in self._name_choices(choose, _EVERY_NAME):
+            names = dict(self._durable)
+            for change in done:
+                _lead(names, change)
+            files = list(dict.fromkeys(names.values()))
+            shapes = [(_everything, _nothing, _zeros, _torn) if file.writes else (_everything,) for file in files]
+            for chosen in itertools.product(*shapes):
+                yield _files(names, {file: shape(file, choose) for file, shape in zip(files, chosen, strict=True)})
 
     def _name_choices(self, choose: random.Random, most: int) -> Iterator[list[_Change]]:
         """Yield which pending changes are on the disk: all combinations when they are few."""

@@ -1,7 +1,7 @@
-"""The campaign can fail: each break of the protocol, made on purpose, is found by the class that is there for it.
+"""The campaign can fail: each break of the protocol, made on purpose, is found by the check that is there for it.
 
-`MUTATIONS` is the table: what is broken, how, and which class of the campaign becomes red. Classes of damaged and
-hostile files add their rows below those of the store.
+`MUTATIONS` is the table: what is broken, which of `CHECKS` becomes red, and what it says. A check is one class of the
+campaign at one story and one kind of operation: all of what can happen there, none of it left to chance.
 """
 
 # Replacements have the parameters of what they replace:
@@ -13,19 +13,22 @@ import contextlib
 import importlib
 import io
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from safeckpt.run import Timeline, schedule
+from safeckpt.run import Timeline
 from safeckpt.run.background import BackgroundWriter
 from safeckpt.run.catalog import Catalog
+from safeckpt.run.pruning import Pruning
 from safeckpt.store import directory as directory_module
 from safeckpt.store import disk
 from safeckpt.store.lock import WriterLock
-from tests.campaign.outcome import FoundError, Outcome, alone, run
+from tests.campaign import crash_points, disk_errors, interrupts, kills, writers_readers
+from tests.campaign.outcome import FoundError, Outcome, alone, run, scratch
 
 SEED = 7
 
@@ -101,6 +104,14 @@ def _set_aside_without_sync() -> None:
 
 
 def _return_before_durable() -> None:
+    """Wait for no write; and let the system run the writing thread as late as it may, at the start of the next one."""
+
+    def start(self: Any, job: Callable[[], object], what: str) -> None:
+        waiting.get(self, int)()
+        waiting[self] = job
+
+    waiting: dict[BackgroundWriter, Callable[[], object]] = {}
+    BackgroundWriter.start = start  # type: ignore[method-assign]
     BackgroundWriter.wait = lambda self: None  # type: ignore[method-assign]
 
 
@@ -134,14 +145,14 @@ def _leak_a_descriptor() -> None:
 
 
 def _swallow_interrupt() -> None:
-    prune = schedule.Pruning.prune
+    prune = Pruning.prune
 
     def swallowing(self: Any, saved: int) -> list[int]:
         with contextlib.suppress(KeyboardInterrupt):
             return prune(self, saved)
         return []
 
-    schedule.Pruning.prune = swallowing  # type: ignore[method-assign]
+    Pruning.prune = swallowing  # type: ignore[method-assign]
 
 
 def _retry_failed_sync() -> None:
@@ -203,7 +214,7 @@ def _take_strangers_for_own() -> None:
 
 
 def _prune_nothing() -> None:
-    schedule.Pruning.prune = lambda self, saved: []  # type: ignore[method-assign]
+    Pruning.prune = lambda self, saved: []  # type: ignore[method-assign]
 
 
 def _open_and_forget() -> None:
@@ -221,48 +232,96 @@ def _forget_nothing() -> None:
     Catalog.forget = lambda self, path: None  # type: ignore[method-assign]
 
 
-MUTATIONS: list[tuple[Callable[[], None], str]] = [
-    # The store's protocol
-    (_skip_file_sync, "crash_points"),
-    (_skip_directory_sync, "crash_points"),
-    (_rename_before_sync, "crash_points"),
-    (_prune_before_commit, "crash_points"),
-    (_write_in_place, "crash_points"),
-    (_set_aside_without_sync, "crash_points"),
-    (_write_in_place, "kills"),
-    (_return_before_durable, "kills"),
-    (_trust_every_file, "kills"),
-    (_keep_temporary_file, "interrupts"),
-    (_leak_a_descriptor, "interrupts"),
-    (_swallow_interrupt, "interrupts"),
-    (_retry_failed_sync, "disk_errors"),
-    (_wrap_errors, "disk_errors"),
-    (_ignore_write_error, "disk_errors"),
-    (_keep_temporary_file, "disk_errors"),
-    (_prune_before_commit, "disk_errors"),
-    (_no_lock, "writers_readers"),
-    (_list_once, "writers_readers"),
-    (_take_strangers_for_own, "writers_readers"),
-    (_prune_nothing, "long_run"),
-    (_open_and_forget, "long_run"),
-    (_forget_nothing, "long_run"),
-    # Damaged and hostile files
+def _locked() -> Outcome:
+    outcome = Outcome("a held lock")
+    with scratch() as folder:
+        writers_readers.hold_the_lock(folder / "run", outcome)
+    return outcome
+
+
+def _between(ask: str) -> Outcome:
+    outcome = Outcome(f"a save by another writer after any listing of {ask}")
+    for listing in range(1, writers_readers.LISTINGS + 1):
+        with scratch() as folder:
+            writers_readers.save_in_between(folder / "run", ask, listing, outcome)
+    return outcome
+
+
+# What looks at a protocol, by name: a class of the campaign at one story and one kind of operation, all of what can
+# happen there.
+CHECKS: dict[str, Callable[[], Outcome]] = {
+    "power lost after the directory's sync": lambda: crash_points.around("save and prune", "sync_directory"),
+    "power lost after a new name": lambda: crash_points.around("save and prune", "replace"),
+    "power lost after a new temporary file": lambda: crash_points.around("save and prune", "create"),
+    "power lost after an old name is set aside": lambda: crash_points.around("rewind", "replace"),
+    "power lost at the end of a rewind": lambda: crash_points.around("rewind", None),
+    "killed after a write": lambda: kills.around("save and prune", "write"),
+    "killed after a prune in the background": lambda: kills.around("async", "unlink"),
+    "killed before a rollback": lambda: kills.around("rollback", None),
+    "interrupted at a write": lambda: interrupts.around("sync", "write"),
+    "interrupted at a prune": lambda: interrupts.around("sync", "unlink"),
+    "failing create": lambda: disk_errors.around("save and prune", "create"),
+    "failing write": lambda: disk_errors.around("save and prune", "write"),
+    "failing sync": lambda: disk_errors.around("save and prune", "sync"),
+    "held lock": _locked,
+    "save in the middle of a look": lambda: _between("latest"),
+    "save in the middle of a restore": lambda: _between("restore"),
+    "long run": lambda: run("long_run", "fast", SEED),
+}
+
+# What is broken, which check finds it, and what that says.
+MUTATIONS: list[tuple[Callable[[], None], str, str]] = [
+    (_skip_file_sync, "power lost after the directory's sync", "was passed over"),
+    (_skip_directory_sync, "power lost at the end of a rewind", r"found \(1, 0\), allowed \[\(2, 1\)\]"),
+    (_rename_before_sync, "power lost after a new name", "was passed over"),
+    (_prune_before_commit, "power lost after a new temporary file", r"found \(0, 0\)"),
+    (_write_in_place, "power lost after a new temporary file", "was passed over"),
+    (_set_aside_without_sync, "power lost after an old name is set aside", "1 older checkpoints are gone"),
+    (_write_in_place, "killed after a write", "was passed over"),
+    (_return_before_durable, "killed after a prune in the background", "a mixture of steps"),
+    (_trust_every_file, "killed before a rollback", "a mixture of steps"),
+    (_keep_temporary_file, "interrupted at a write", "a temporary file was left"),
+    (_leak_a_descriptor, "interrupted at a write", "a descriptor was leaked"),
+    (_swallow_interrupt, "interrupted at a prune", "came out as None"),
+    (_retry_failed_sync, "failing sync", "after a failed sync of the same file"),
+    (_wrap_errors, "failing create", "has errno None"),
+    (_ignore_write_error, "failing write", "was passed over"),
+    (_keep_temporary_file, "failing sync", "a temporary file was left"),
+    (_prune_before_commit, "failing create", r"found \(0, 0\)"),
+    (_no_lock, "held lock", "a second writer has saved"),
+    (_list_once, "save in the middle of a look", "nothing was found"),
+    (_take_strangers_for_own, "save in the middle of a restore", r"steps \[1\] were there, now \[2, 3\]"),
+    (_prune_nothing, "long run", "checkpoints are kept"),
+    (_open_and_forget, "long run", "descriptors"),
+    (_forget_nothing, "long run", "objects: "),
 ]
 
 
-def _run_broken(mutation: Callable[[], None], name: str) -> Outcome:
-    mutation()
-    Outcome.stop_at_first = True
+def _checked(mutation: Callable[[], None] | None, check: str) -> Outcome:
+    if mutation is not None:
+        mutation()
+        Outcome.stop_at_first = True
     try:
-        return run(name, "fast", SEED)
+        return CHECKS[check]()
     except FoundError as found:
         return Outcome("", lost=[str(found)])
 
 
 @pytest.mark.parametrize(
-    ("mutation", "name"), MUTATIONS, ids=[f"{name}-{mutation.__name__.strip('_')}" for mutation, name in MUTATIONS]
+    ("mutation", "check", "finding"),
+    MUTATIONS,
+    ids=[f"{mutation.__name__.strip('_')}, {check}" for mutation, check, _ in MUTATIONS],
 )
-def test_broken_protocol_makes_its_class_red(mutation: Callable[[], None], name: str) -> None:
-    """A class of the campaign that is run on a broken protocol finds it."""
-    outcome = alone(_run_broken, mutation, name)
-    assert not outcome.clean
+def test_broken_protocol_is_found(mutation: Callable[[], None], check: str, finding: str) -> None:
+    """The check that is there for a break of the protocol finds it, and says what was lost."""
+    outcome = alone(_checked, mutation, check)
+    (found,) = (*outcome.lost, *outcome.undetected)
+    assert re.search(finding, found), found
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_protocol_as_it_is_passes_each_check(check: str) -> None:
+    """Nothing is found where nothing is broken."""
+    outcome = alone(_checked, None, check)
+    assert outcome.tried > 0
+    assert outcome.clean, (*outcome.lost, *outcome.undetected)[:3]
