@@ -1,6 +1,7 @@
 """Checkpoints that come back as the same run: finite, whole, verified, and proven equal."""
 
 from safeckpt import errors
+from safeckpt.distributed import Ranks
 from safeckpt.errors import *  # noqa: F403 - listed there, and nowhere else
 from safeckpt.file import FileReport
 from safeckpt.functional import load, save, verify
@@ -20,6 +21,7 @@ __all__ = [
     "CheckpointManager",
     "FileReport",
     "Guard",
+    "Ranks",
     "ReplayReport",
     "ResumableLoader",
     "ResumeReport",

@@ -288,7 +288,7 @@ class ReplicaDriftError(SaveError, ArithmeticError):
             _UNTOUCHED,
             "make the copies equal before the first step: use DistributedDataParallel, or one seed on every rank. If "
             "each rank holds a different part, such as a stage of a pipeline, wrap it in an object with state_dict and "
-            "load_state_dict, which is saved for every rank. on_replica_drift='ignore' saves only rank 0's copy."
+            "load_state_dict, which is saved for every rank. Ranks(on_drift='ignore') saves only rank 0's copy."
             if first
             else "find what the ranks do differently (an update outside the wrapper, a seed, a skipped step); "
             "manager.rollback(changed=True) makes the copies equal again.",
@@ -603,8 +603,8 @@ class RankLostError(GroupError, RuntimeError):
             f"While {what}, {who} {how}: {reason}.",
             "all earlier checkpoints are intact; the one being written is either complete or absent.",
             "end this process and start the group again (torchrun does so), then call restore(). If every process is "
-            "alive: call save, restore, rollback and end_step on every rank, not on rank 0 alone, and give a larger "
-            "rank_timeout_seconds if a save takes longer.",
+            "alive: call save, restore, rollback and end_step on every rank, not on rank 0 alone, and give a "
+            "larger Ranks(timeout_seconds=...) if a save takes longer.",
             path=path,
         )
         self.lost = lost

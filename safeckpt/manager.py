@@ -1,32 +1,42 @@
-"""CheckpointManager: joins the state of a run, the bytes of a file and the files of a directory."""
+"""CheckpointManager: the public surface of a run."""
 
 from __future__ import annotations
 
 import datetime as dt
 import functools
-import logging
 import os
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from safeckpt.distributed import in_group, same_on_all
-from safeckpt.errors import CheckpointNotFoundError, UncapturedStateWarning
-from safeckpt.run import Restorer, Rollbacks, Saver, Timeline
+from safeckpt.distributed import Ranks
+from safeckpt.errors import UncapturedStateWarning
+from safeckpt.run import (
+    Capturer,
+    Membership,
+    Replay,
+    ReplayPolicy,
+    ReplayReport,
+    Restorer,
+    Rollback,
+    Run,
+    RunDirectory,
+    Saver,
+    Steps,
+    Timeline,
+    Wanted,
+)
 from safeckpt.run.arguments import checked_names, checked_step
 from safeckpt.run.catalog import Checkpoint
 from safeckpt.run.pruning import Pruning
-from safeckpt.run.replay import Replay, ReplayPolicy, ReplayReport
 from safeckpt.run.schedule import SaveSchedule
 from safeckpt.run.stop_signals import StopSignals
 from safeckpt.state import Guard, register, uncaptured
 from safeckpt.store import Best, CheckpointDirectory, WriterLock
-from safeckpt.system.arguments import checked_bool, checked_choice, checked_int, checked_number
+from safeckpt.system.arguments import checked_bool, checked_int
+from safeckpt.system.warn import warn_caller
 
 __all__ = ["CheckpointManager"]
-
-_log = logging.getLogger("safeckpt")
 
 
 class CheckpointManager:
@@ -52,18 +62,12 @@ class CheckpointManager:
             optimizer's last step, so that a save between two micro-steps of gradient accumulation is exact. True: all.
             False: none; a restore then begins with none, as after `zero_grad()`.
         max_rollbacks: Rollbacks allowed without a new checkpoint in between.
-        on_replay_mismatch: What it is when a loss that is computed again after a restart differs from the recorded
+        on_replay_mismatch: What to do when a loss that is computed again after a restart differs from the recorded
             one: `"warn"` for a `ReplayMismatchWarning`, `"error"` for a `ReplayMismatchError`, `"ignore"`.
         stop_signals: Signals that ask the run to stop, for example `(signal.SIGTERM, signal.SIGUSR1)`: the next
             `end_step` saves, and `stop_requested` is True. Only in the main thread.
         lock_timeout_seconds: How long to wait for another writer of the directory.
-        rank_timeout_seconds: With an initialised process group: how long to wait for a process that does not answer,
-            which it does not while it writes or checks a file: longer than that takes. One that has died is noticed
-            at once.
-        on_replica_drift: With a process group: what it is when the ranks' copies of what they train together are no
-            longer equal: `"warn"` for a `ReplicaDriftWarning`, `"error"` for a `ReplicaDriftError`, `"ignore"`. With
-            `"warn"`, too, copies that are not equal at the first save of a run are an error: nothing is lost yet.
-        agree_every: With a process group: the ranks agree on losses, signals and clocks at least every so many steps.
+        ranks: With an initialised process group: how to wait for the other processes and what they compare.
         progress: Called as `progress(what, done_bytes, total_bytes)` every few megabytes while a checkpoint is written
             (`"save"`; with `async_save` in the writing thread) and while it is checked before it is restored
             (`"verify"`). What it raises stops the save or restore as any other error does.
@@ -102,13 +106,20 @@ class CheckpointManager:
         on_replay_mismatch: ReplayPolicy = "warn",
         stop_signals: Iterable[int] = (),
         lock_timeout_seconds: float = 10.0,
-        rank_timeout_seconds: float = 600.0,
-        on_replica_drift: ReplayPolicy = "warn",
-        agree_every: int = 10,
+        ranks: Ranks = Ranks(),  # noqa: B008 - frozen
         progress: Callable[[str, int, int], object] | None = None,
     ) -> None:
+        _check_options(
+            guard=guard,
+            async_save=async_save,
+            grads=grads,
+            max_rollbacks=max_rollbacks,
+            ranks=ranks,
+            progress=progress,
+        )
         files = CheckpointDirectory(directory)
         lock = WriterLock(directory, lock_timeout_seconds)
+        timeline = Timeline(SaveSchedule(save_every))
         settings: dict[str, Any] = {
             "keep_last": keep_last,
             "keep_every": keep_every,
@@ -116,64 +127,42 @@ class CheckpointManager:
             "async_save": async_save,
             "grads": grads,
             "max_rollbacks": max_rollbacks,
-            "on_replica_drift": on_replica_drift,
-            "agree_every": agree_every,
+            "ranks": ranks,
         }
-        self._run = Timeline(
-            files,
-            lock,
-            SaveSchedule(save_every),
-            checked_number("rank_timeout_seconds", rank_timeout_seconds, positive=True),
-            settings,
-        )
-        pruning = Pruning(files, self._run.catalog, keep_last, keep_best, keep_every)
-        if not isinstance(guard, Guard):
-            raise TypeError(f"guard must be a Guard; got {type(guard).__name__}")
-        checked_int("max_rollbacks", max_rollbacks, least=1)
-        checked_bool("async_save", async_save)
-        if grads is not None and not isinstance(grads, bool):
-            raise TypeError(f"grads must be True, False or None; got {grads!r}")
-        checked_choice("on_replica_drift", on_replica_drift, ("warn", "error", "ignore"))
-        checked_int("agree_every", agree_every, least=1)
-        self._components = register(components)
-        settings["components"] = {name: component.kind for name, component in self._components.items()}
-        self._replay = Replay(files.losses, on_replay_mismatch, self._run.event, lambda: self._run.lock.held)
-        if progress is not None and not callable(progress):
-            raise TypeError(f"progress must be callable as progress(what, done_bytes, total_bytes); got {progress!r}")
+        membership = Membership(ranks, settings, files.path)
+        run_directory = RunDirectory(files, lock, timeline, membership)
+        pruning = Pruning(files, run_directory.catalog, keep_last, keep_best, keep_every)
+        registered = register(components)
+        settings["components"] = {name: component.kind for name, component in registered.items()}
+        replay = Replay(files.losses, on_replay_mismatch, run_directory.add_event, lambda: lock.held)
         if progress is not None:
-            self._run.catalog.progress = functools.partial(progress, "verify")
-        self._restorer = Restorer(self._run, self._components)
-        self._rollbacks = Rollbacks(self._run, self._components, max_rollbacks)
+            run_directory.catalog.progress = functools.partial(progress, "verify")
         for line in uncaptured(components):
-            warnings.warn(f"Not captured: {line}.", UncapturedStateWarning, stacklevel=2)
+            warn_caller(f"Not captured: {line}.", UncapturedStateWarning)
         self._signals = StopSignals(stop_signals)
-        self._saver = Saver(  # last: a manager that was refused leaves no hook on an optimizer behind
-            self._run,
-            self._components,
-            guard=guard,
-            grads=grads,
-            pruning=pruning,
-            replay=self._replay,
-            asynchronous=async_save,
-            drift=on_replica_drift,
-            agree_every=agree_every,
-            progress=None if progress is None else functools.partial(progress, "save"),
-        )
+        self._run = run = Run(registered, timeline, run_directory, membership, replay)
+        # Last: a manager that was refused leaves no hook on an optimizer behind.
+        self._capturer = Capturer(run, guard, grads)
+        progress = None if progress is None else functools.partial(progress, "save")
+        self._saver = Saver(run, self._capturer, pruning, asynchronous=async_save, progress=progress)
+        self._steps = Steps(run, self._capturer, self._saver, lambda: self._signals.requested)
+        self._restorer = Restorer(run)
+        self._rollback = Rollback(run, self._restorer, self._saver, self._steps, max_rollbacks)
 
     @property
     def step(self) -> int:
         """The last step that was saved, restored or ended; 0 at first."""
-        return self._run.step
+        return self._run.timeline.step
 
     @property
     def directory(self) -> Path:
         """Where the checkpoints are, as an absolute path."""
-        return self._run.files.path
+        return self._run.directory.path
 
     @property
     def replay(self) -> ReplayReport | None:
         """How the losses since the last restore compare with those on record; None when nothing was restored."""
-        return self._replay.report
+        return self._run.replay.report
 
     @property
     def stop_requested(self) -> bool:
@@ -182,7 +171,7 @@ class CheckpointManager:
         With a process group: whether all ranks know that one of them got it, which is at the next step at which they
         agree.
         """
-        return self._saver.stop_agreed if in_group() else self._signals.requested
+        return self._steps.stop_requested
 
     def __enter__(self) -> Self:
         return self
@@ -200,21 +189,21 @@ class CheckpointManager:
             BaseException: What a write in the background has raised, or what this rank has refused since the ranks met
                 last; the manager is closed all the same.
         """
-        untold = self._saver.untold
+        pending = self._steps.pending_refusal
         self._close()
-        if untold is not None:
-            raise untold
+        if pending is not None:
+            raise pending
 
     def _close(self) -> None:
         try:
             self.wait()
         finally:
             try:
-                if self._run.has_led:
-                    self._replay.close()
+                if self._run.membership.was_rank_zero:
+                    self._run.replay.close()
             finally:
                 self._signals.restore()
-                self._saver.gradients.close()
+                self._capturer.close()
                 self._run.close()
 
     def wait(self) -> None:
@@ -223,7 +212,7 @@ class CheckpointManager:
         Raises:
             BaseException: What a write in the background has raised, once; earlier checkpoints are untouched.
         """
-        self._saver.writer.wait()
+        self._saver.wait()
 
     def checkpoints(self) -> tuple[Checkpoint, ...]:
         """Return the checkpoints that pass the cheap check (name, trailer, size, structure), ascending by step.
@@ -234,7 +223,7 @@ class CheckpointManager:
         Warns:
             SkippedCheckpointWarning: A file with a checkpoint's name is none, or damaged.
         """
-        return self._run.catalog.listed()
+        return self._run.directory.catalog.list_all()
 
     def latest(self) -> Checkpoint | None:
         """Return the newest good checkpoint, every byte of it verified; None when there is none.
@@ -242,9 +231,7 @@ class CheckpointManager:
         Raises:
             FormatVersionError: The newest file is of a newer format.
         """
-        for _, checkpoint in self._run.catalog.good({}):
-            return checkpoint
-        return None
+        return self._run.directory.catalog.find_latest()
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
@@ -282,7 +269,7 @@ class CheckpointManager:
             directory. Tensors on a device are copied to the host piece by piece. Files that another process wrote
             are read once before they count as kept.
         """
-        return self._saver.save(step, loss=loss, metrics=metrics)
+        return self._steps.save(step, loss, metrics)
 
     def end_step(self, step: int, *, loss: Any = None, metrics: Mapping[str, Any] | None = None) -> Checkpoint | None:
         """Tell the manager that a step is done: the loss is guarded and recorded, and a checkpoint saved when due.
@@ -311,7 +298,7 @@ class CheckpointManager:
         Warns:
             ReplayMismatchWarning: The loss differs from the recorded one: the resumed run is another run.
         """
-        return self._saver.end_step(step, loss=loss, metrics=metrics, stop_requested=lambda: self._signals.requested)
+        return self._steps.end(step, loss, metrics)
 
     # -- restoring ---------------------------------------------------------------------------------------------------
 
@@ -353,30 +340,18 @@ class CheckpointManager:
             The file is read once to verify it and mapped to copy from it; no second copy of the state is kept. Of a
             sharded checkpoint each rank's part is read into host memory first.
         """
-        run = self._run
-        run.refuse_closed()
-        only, keep_live = checked_names(only, "only"), checked_names(keep_live, "keep_live")
-        if step is not None:
-            step = checked_step(step)
+        self._run.timeline.refuse_closed()
+        wanted = Wanted(
+            None if step is None else checked_step(step),
+            checked_names(only, "only"),
+            checked_names(keep_live, "keep_live"),
+        )
         self.wait()
-        there = run.files.steps() if run.leads else []
-        rejected: dict[Path, str] = {}
-        found = self._restorer.restored(step, only, keep_live, rejected)
-        if found is None:
+        restored = self._restorer.restore(wanted)
+        if restored is None:
             return None
-        checkpoint, ready, resized = found
-        self._saver.restored()
-        whole = only is None or set(self._components) <= set(only)
-        if whole:
-            run.adopt(checkpoint, there)
-        if run.leads and whole:
-            same = not keep_live and (step is None or not run.left) and (only is None or "rng" in only) and not resized
-            self._replay.restored(checkpoint.step, same=same, changed=ready.environment)
-        elif run.leads:
-            self._replay.left(run.saved)
-        run.half_restored = False
-        self._restorer.report(checkpoint, ready, rejected, "restored", only=None if only is None else list(only))
-        return checkpoint
+        self._steps.on_restored()
+        return restored.checkpoint
 
     # -- rolling back ------------------------------------------------------------------------------------------------
 
@@ -410,52 +385,25 @@ class CheckpointManager:
             HyperparameterReplacedWarning: What was changed by hand before this call, such as a learning rate, is the
                 file's again.
         """
-        run = self._run
-        run.refuse_closed()
+        self._run.timeline.refuse_closed()
         self.wait()
+        return self._rollback.roll_back(skip_batches=skip_batches, changed=changed)
 
-        asked = {"skip_batches": skip_batches, "changed": changed}
 
-        def begun() -> tuple[dict[str, Any], int, str, dict[str, Any]]:
-            left_out = self._rollbacks.batches_to_leave_out(skip_batches, self._saver.handed_out)
-            failing, why = run.failed or (run.step + 1, "no save or step was refused")
-            changes = changed or skip_batches > 0
-            self._rollbacks.refuse_loop(failing, changes=changes)
-            if run.saved is None:
-                raise CheckpointNotFoundError(directory=run.files.path)
-            if run.leads:
-                run.enter_directory()
-            mine.append(left_out)
-            return left_out, failing, why, asked
+def _check_options(*, guard: Any, async_save: Any, grads: Any, max_rollbacks: Any, ranks: Any, progress: Any) -> None:
+    """Refuse options of a wrong kind.
 
-        def decided(answers: list[tuple[dict[str, Any], int, str, dict[str, Any]]]) -> tuple[int, str]:
-            same_on_all([answer[3] for answer in answers])
-            return answers[0][1:3]
-
-        mine: list[dict[str, Any]] = []
-        group = run.group
-        failing, why = group.together("rolling back", begun, decided)
-        changes = changed or skip_batches > 0
-        there = run.files.steps() if run.leads else []
-        rejected: dict[Path, str] = {}
-        source = "memory"
-        found = self._restorer.restored_from_memory(self._saver.copied)
-        if found is None:
-            source = "disk"
-            found = self._restorer.restored(None, None, (), rejected)
-        if found is None:
-            raise CheckpointNotFoundError(directory=run.files.path)
-        checkpoint, ready, _ = found
-        for component, positions in mine[0].items():
-            self._components[component].obj.leave_out(positions)
-        run.adopt(checkpoint, there)
-        if run.leads:
-            self._replay.restored(checkpoint.step, same=not changes)
-        self._saver.restored()
-        run.rollbacks.append((failing, changes))
-        run.half_restored = False
-        group.together("setting aside", lambda: run.enter_directory() if run.leads and run.left else None)
-        data = {"failed_step": failing, "why": why, "left_out": mine[0], "changed": changed, "source": source}
-        self._restorer.report(checkpoint, ready, rejected, "rolled_back", **data)
-        _log.info("rolled back from step %d to step %d", failing, checkpoint.step)
-        return checkpoint
+    Raises:
+        TypeError: The kind is wrong.
+        ValueError: It is out of range.
+    """
+    if not isinstance(guard, Guard):
+        raise TypeError(f"guard must be a Guard; got {type(guard).__name__}")
+    if not isinstance(ranks, Ranks):
+        raise TypeError(f"ranks must be a Ranks; got {type(ranks).__name__}")
+    checked_bool("async_save", async_save)
+    if grads is not None and not isinstance(grads, bool):
+        raise TypeError(f"grads must be True, False or None; got {grads!r}")
+    checked_int("max_rollbacks", max_rollbacks, least=1)
+    if progress is not None and not callable(progress):
+        raise TypeError(f"progress must be callable as progress(what, done_bytes, total_bytes); got {progress!r}")

@@ -292,7 +292,7 @@ def test_dry_run_of_prune_deletes_nothing(command: Command, directory: Path) -> 
     before = contents(directory)
     with safeckpt.CheckpointManager(directory, Run().components) as manager:
         manager.restore()
-        manager._run.enter_directory()
+        manager._run.directory.enter()
         held = contents(directory)
         code, out, _ = command("prune", directory, "--keep-last", 1, "--dry-run")
         assert contents(directory) == held
@@ -350,7 +350,7 @@ def test_prune_is_refused_while_a_run_holds_the_directory(command: Command, dire
     """The lock protects a running job; the error names the holder and everything stays."""
     with safeckpt.CheckpointManager(directory, Run().components) as manager:
         manager.restore()
-        manager._run.enter_directory()
+        manager._run.directory.enter()
         before = contents(directory)
         code, _, err = command("prune", directory, "--keep-last", 1, "--yes")
         assert contents(directory) == before

@@ -1,7 +1,11 @@
 """Agreement between the processes of a run: what one of them cannot do, none of them does.
 
-Everything that several processes do together is cut into parts. In each part every rank does its own, whatever
-happens to it there, and then all of them learn how it went: either every rank goes on, or every rank raises.
+What several processes do together is cut into sections. In a section each rank does its own part and gives an answer;
+at its end all of them learn how it went: either every rank goes on, or every rank raises::
+
+    with group.section("counting", decide=sum) as section:
+        section.answer = 1  # what this rank has to say; an exception in the body is an answer, too
+    assert section.result == group.size  # what was decided from all answers, the same on every rank
 """
 
 from __future__ import annotations
@@ -12,23 +16,43 @@ import json
 import os
 import pickle
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
 from safeckpt import errors
 from safeckpt.errors import GroupDestroyedError, RankFailedError, RankLostError, RanksDisagreeError, SafeckptError
 
-__all__ = ["Group", "Ranks", "group_of_this_process", "in_group", "same_on_all"]
+__all__ = ["Group", "RankGroup", "Section", "first_answer", "group_of_this_process", "in_group", "refuse_differences"]
 
-T = TypeVar("T")
 D = TypeVar("D")
 
 # What rank 0 takes to notice a lost rank is no longer than the timeout; the others allow it this much for the news.
 _NEWS_SECONDS = 5.0
 _SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _FRONT, _BACK = 7101, 7102  # tags of the messages of the training loop and of the thread that writes
+
+
+class Section(Generic[D]):
+    """One part of something that all ranks do.
+
+    Attributes:
+        answer: What this rank has to say; set in the body of the `with` statement.
+        result: What was decided from all answers; there after the `with` statement.
+        answers: Those of all ranks, in their order; there after the `with` statement, on rank 0 alone.
+    """
+
+    result: D
+    answers: list[Any]
+
+    def __init__(self) -> None:
+        self.answer: Any = None
+
+
+def first_answer(answers: list[Any]) -> Any:
+    """Decide for what rank 0 says."""
+    return answers[0]
 
 
 class Group:
@@ -43,7 +67,7 @@ class Group:
     size = 1
 
     @property
-    def leads(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """Whether this is the process that writes what is written once."""
         return self.rank == 0
 
@@ -52,27 +76,26 @@ class Group:
         """For the collectives of torch: a group for objects in host memory; None when there is one process only."""
         return None
 
-    def together(self, what: str, part: Callable[[], T], decide: Callable[[list[T]], D] | None = None) -> D:
+    @contextlib.contextmanager
+    def section(self, what: str, decide: Callable[[list[Any]], D] = first_answer) -> Iterator[Section[D]]:
         """Do a part of something on every rank, and agree on the outcome.
 
         Args:
-            what: What is being done, for the error text; the same on every rank.
-            part: What this rank does.
-            decide: Makes the result of all parts, in the order of the ranks; called on rank 0. None: nothing.
-
-        Returns:
-            What `decide` returned, on every rank.
+            what: The part, for the error text, such as "saving step 3"; the same on every rank.
+            decide: Makes the result of all answers, in the order of the ranks; called on rank 0.
 
         Raises:
-            BaseException: What this rank's part raised; or, when another rank's did, an error of the same class
-                that names the rank, if it is one of the library, of the system or of an argument.
+            BaseException: What the body on this rank raised; or, when that of another rank did, an error of the same
+                class that names the rank, if it is one of the library, of the system or of an argument.
             RankFailedError: Another rank failed with something else.
             RanksDisagreeError: Another rank is doing something else.
             RankLostError: A rank is gone or hangs. This group is of no further use.
             GroupDestroyedError: This process has destroyed the process group.
         """
-        value = part()
-        return cast("D", None if decide is None else decide([value]))
+        section: Section[D] = Section()
+        yield section
+        section.answers = [section.answer]
+        section.result = decide(section.answers)
 
     def for_background(self) -> Group:
         """Return this group for a second thread, whose messages do not mix with those of the first."""
@@ -87,7 +110,7 @@ class Group:
         """Give back what the group holds."""
 
 
-class Ranks(Group):
+class RankGroup(Group):
     """The processes of the default process group of torch.distributed, over a gloo group of their own.
 
     All answers go to rank 0 and one reply goes to each: two small messages a rank and part. Only so it is known who
@@ -135,71 +158,58 @@ class Ranks(Group):
 
     def for_background(self) -> Group:
         """See `Group`."""
-        other = object.__new__(Ranks)
+        other = object.__new__(RankGroup)
         other.__dict__.update(self.__dict__)
         other._tag, other._number = _BACK, 0
         return other
 
-    def together(self, what: str, part: Callable[[], T], decide: Callable[[list[T]], D] | None = None) -> D:
+    @contextlib.contextmanager
+    def section(self, what: str, decide: Callable[[list[Any]], D] = first_answer) -> Iterator[Section[D]]:
         """See `Group`."""
         if not self.current:
             raise GroupDestroyedError(what=what)
         if self._broken is not None:
             raise RankLostError(what=what, lost=None, timeout_seconds=self._timeout_seconds, reason=self._broken)
-        value: Any = None
-        own: BaseException | None = None
+        section: Section[D] = Section()
+        raised: BaseException | None = None
         try:
-            value = part()
+            yield section
         except BaseException as error:  # noqa: BLE001 - raised again below, when every rank knows
-            own = error
+            raised = error
         self._number += 1
         try:
-            failure, decision = self._exchange(what, value, own, decide)
+            failure = self._exchange(what, section, raised, decide)
         except BaseException as error:
             self._broken = f"an earlier agreement was cut short ({str(error).partition(chr(10))[0]})"
-            if own is not None and type(own) is not RuntimeError:  # which a collective inside the part ended with
-                raise own from error
-            raise error from own
-        if own is not None:
-            if isinstance(own, SafeckptError) and own.rank is None:
-                own.rank = self.rank
-            raise own
+            if raised is not None and type(raised) is not RuntimeError:  # which a collective inside the part ended with
+                raise raised from error
+            raise error from raised
+        if raised is not None:
+            if isinstance(raised, SafeckptError) and raised.rank is None:
+                raised.rank = self.rank
+            raise raised
         if failure is not None:
             raise failure
-        return cast("D", decision)
 
     def _exchange(
-        self, what: str, value: Any, own: BaseException | None, decide: Callable[[list[Any]], Any] | None
-    ) -> tuple[BaseException | None, Any]:
-        """Return the failure of another rank, and what was decided."""
-        answer = (self._number, what, value if own is None else None, None if own is None else _packed(own))
-        if not self.leads:
+        self, what: str, section: Section[D], raised: BaseException | None, decide: Callable[[list[Any]], D]
+    ) -> BaseException | None:
+        """Exchange the answers, set the result, and return the failure of another rank."""
+        packed = None if raised is None else _packed(raised)
+        answer = _Answer(self._number, what, None if raised is not None else section.answer, packed)
+        if not self.is_rank_zero:
             self._send(what, 0, answer)
-            rank, packed, decision = self._receive(what, 0, self._timeout_seconds + _NEWS_SECONDS)
-            return (None if packed is None else _unpacked(what, rank, packed)), decision
+            reply = self._receive(what, 0, self._timeout_seconds + _NEWS_SECONDS)
+            section.result = reply.decision
+            return None if reply.failure is None else _unpacked(what, reply.rank, reply.failure)
         end = time.monotonic() + self._timeout_seconds
-        rest = (self._receive(what, rank, max(0.001, end - time.monotonic())) for rank in range(1, self.size))
-        answers = [answer, *rest]
-        failed = [(rank, packed) for rank, (*_, packed) in enumerate(answers) if packed is not None]
-        strangers = [(rank, other) for rank, (number, other, *_) in enumerate(answers) if (number, other) != answer[:2]]
-        failure: tuple[int | None, Any] = failed[0] if failed else (None, None)
-        raised: BaseException | None = None
-        decision = None
-        if strangers:
-            rank, other = strangers[0]
-            raised = RanksDisagreeError(rank=rank, first=what, other=other)
-        elif not failed and decide is not None:
-            try:
-                decision = decide([one[2] for one in answers])
-            except BaseException as error:  # noqa: BLE001 - raised again when every rank knows
-                raised = error
-        if raised is not None:
-            failure = (None, _packed(raised))
+        others = (self._receive(what, rank, max(0.001, end - time.monotonic())) for rank in range(1, self.size))
+        answers = [answer, *others]
+        reply, failure = _decided(answers, decide)
+        section.answers, section.result = [one.value for one in answers], reply.decision
         for rank in range(1, self.size):
-            self._send(what, rank, (*failure, decision))
-        if raised is not None:
-            return raised, None
-        return (_unpacked(what, *failure) if failure[1] is not None and failure[0] != 0 else None), decision
+            self._send(what, rank, reply)
+        return failure
 
     def _send(self, what: str, rank: int, message: Any) -> None:
         data = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
@@ -236,7 +246,7 @@ class Ranks(Group):
         with contextlib.suppress(RuntimeError):
             store = torch.distributed.distributed_c10d._get_default_store()  # has no public name
             key = f"{getattr(getattr(self, '_group', None), 'group_name', '')}/{key}"
-            if self.leads:
+            if self.is_rank_zero:
                 store.set(key, json.dumps([rank, reason]))
             elif rank is not None:
                 store.wait([key], dt.timedelta(seconds=_NEWS_SECONDS))
@@ -249,7 +259,54 @@ def _wait(work: Any, timeout: dt.timedelta) -> None:
     work.wait(timeout)
 
 
-def same_on_all(answers: list[Mapping[str, Any]]) -> None:
+class _Answer(NamedTuple):
+    """What one rank says at the end of a section.
+
+    Attributes:
+        number: Of the section, counted on every rank.
+        what: Its name.
+        value: What it has to say.
+        failure: What was raised in its body.
+    """
+
+    number: int
+    what: str
+    value: Any
+    failure: _Packed | None
+
+
+class _Reply(NamedTuple):
+    """What rank 0 says to the others.
+
+    Attributes:
+        rank: The rank that failed; None when the decision itself did.
+        failure: What was raised there.
+        decision: What was decided.
+    """
+
+    rank: int | None
+    failure: _Packed | None
+    decision: Any
+
+
+def _decided(answers: list[_Answer], decide: Callable[[list[Any]], Any]) -> tuple[_Reply, BaseException | None]:
+    """Return the reply to the other ranks, and the error to raise on rank 0 unless its own body raised one."""
+    first = answers[0]
+    for rank, answer in enumerate(answers):
+        if (answer.number, answer.what) != (first.number, first.what):
+            error: BaseException = RanksDisagreeError(rank=rank, first=first.what, other=answer.what)
+            return _Reply(None, _packed(error), None), error
+    for rank, answer in enumerate(answers):
+        if answer.failure is not None:
+            reply = _Reply(rank, answer.failure, None)
+            return reply, None if rank == 0 else _unpacked(first.what, rank, answer.failure)
+    try:
+        return _Reply(None, None, decide([answer.value for answer in answers])), None
+    except BaseException as raised:  # noqa: BLE001 - raised again when every rank knows
+        return _Reply(None, _packed(raised), None), raised
+
+
+def refuse_differences(answers: list[Mapping[str, Any]]) -> None:
     """Refuse what ranks were asked for when it differs.
 
     Raises:
@@ -263,7 +320,7 @@ def same_on_all(answers: list[Mapping[str, Any]]) -> None:
 
 def group_of_this_process(timeout_seconds: float) -> Group:
     """Return the processes that this one belongs to: all those of the default process group, or only itself."""
-    return Ranks(timeout_seconds) if in_group() else Group()
+    return RankGroup(timeout_seconds) if in_group() else Group()
 
 
 def in_group() -> bool:

@@ -25,16 +25,16 @@ from safeckpt.state.random_streams import RngStreams
 from safeckpt.state.tree import join, map_tensors, named_tensors
 
 __all__ = [
-    "differing",
+    "differing_names",
     "digests_of",
-    "drifted",
-    "foreign",
-    "merged",
-    "own_of",
-    "payload_for",
+    "drifted_ranks",
+    "payload_of_rank",
+    "rank_state_of",
+    "ranks_hold_parts",
     "refuse_parts",
     "replica_fingerprints",
     "replica_layouts",
+    "with_rank_states",
 ]
 
 # Ranks that train one model hold equal states of these; of everything else each may have its own.
@@ -107,7 +107,7 @@ def replica_layouts(payload: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def foreign(digests: list[dict[str, str]]) -> bool:
+def ranks_hold_parts(digests: list[dict[str, str]]) -> bool:
     """Tell whether ranks have different tensors in what is replicated: no copies, but parts of something."""
     return len({one["#"] for one in digests}) > 1
 
@@ -153,7 +153,7 @@ def _copies_of_shards(payload: Mapping[str, Any]) -> dict[str, dict[str, torch.T
     return found
 
 
-def drifted(digests: list[dict[str, str]]) -> list[int]:
+def drifted_ranks(digests: list[dict[str, str]]) -> list[int]:
     """Return the ranks whose replicas differ from those of the first rank that has them."""
     first: dict[str, str] = {}
     found = []
@@ -173,7 +173,7 @@ def replica_fingerprints(payload: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def differing(all_texts: list[dict[str, str]]) -> list[str]:
+def differing_names(all_texts: list[dict[str, str]]) -> list[str]:
     """Return the names of the values of which ranks have different copies, or of which some ranks have none."""
     first: dict[str, str] = {}
     for one in all_texts:
@@ -185,7 +185,7 @@ def differing(all_texts: list[dict[str, str]]) -> list[str]:
     return sorted(missing | {name for one in all_texts for name, text in one.items() if first[name] != text})
 
 
-def own_of(payload: Mapping[str, Any], digests: Mapping[str, str], first: Mapping[str, str]) -> dict[str, Any]:
+def rank_state_of(payload: Mapping[str, Any], digests: Mapping[str, str], first: Mapping[str, str]) -> dict[str, Any]:
     """Return what this rank has otherwise than rank 0.
 
     Args:
@@ -206,12 +206,12 @@ def own_of(payload: Mapping[str, Any], digests: Mapping[str, str], first: Mappin
     return own
 
 
-def merged(payload: Mapping[str, Any], owns: list[dict[str, Any]]) -> dict[str, Any]:
+def with_rank_states(payload: Mapping[str, Any], owns: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the payload of the checkpoint: rank 0's, and what the others have of their own."""
     return {**payload, RESERVED_KEY: {**payload[RESERVED_KEY], "world_size": len(owns), "ranks": owns[1:]}}
 
 
-def payload_for(
+def payload_of_rank(
     payload: Mapping[str, Any], components: Mapping[str, Component], rank: int, size: int, path: object
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the payload as one rank restores it, and what is not as it was because of another number of ranks.

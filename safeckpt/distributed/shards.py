@@ -25,22 +25,22 @@ from safeckpt.state.random_streams import RngStreams
 from safeckpt.state.tree import join, local_part, map_tensors, named_tensors
 
 __all__ = [
-    "Held",
+    "ShardTensors",
+    "allocate_placeholders",
+    "as_local_shards",
+    "extract_shards",
     "is_sharded",
-    "laid_out",
     "local_parts",
     "read_shards",
-    "rejoined",
+    "replace_local_parts",
     "shards_of",
-    "split",
     "whole",
-    "with_places",
     "write_shards",
 ]
 
 _KEY = "safeckpt.shard"
 
-Held = dict[str, torch.Tensor]  # key to tensor
+ShardTensors = dict[str, torch.Tensor]  # key to tensor
 
 
 def is_sharded(payload: Mapping[str, Any]) -> bool:
@@ -53,7 +53,7 @@ def shards_of(payload: Mapping[str, Any]) -> list[str]:
     return [name for name, *_ in payload[RESERVED_KEY].get("files", ())]
 
 
-def split(payload: Mapping[str, Any], *, leads: bool) -> tuple[dict[str, Any], Held]:
+def extract_shards(payload: Mapping[str, Any], *, is_rank_zero: bool) -> tuple[dict[str, Any], ShardTensors]:
     """Return the payload with place holders, and the tensors they stand for that this rank has to write.
 
     Every sharded tensor goes to the engine, and of rank 0 every other tensor of a module: of what is not sharded the
@@ -63,15 +63,17 @@ def split(payload: Mapping[str, Any], *, leads: bool) -> tuple[dict[str, Any], H
     Raises:
         UnsavableStateError: A sharded tensor is where no name could find it again.
     """
-    held: Held = {}
+    shards: ShardTensors = {}
     records = payload[RESERVED_KEY]["components"]
     skeleton = {
-        name: _without(state, _namer(name, state, records[name]), held) for name, state in payload.items()
+        name: _without(state, _namer(name, state, records[name]), shards) for name, state in payload.items()
         if name != RESERVED_KEY
     }  # fmt: skip
     own = dict(payload[RESERVED_KEY])
     gradients = own["gradients"]
-    own["gradients"] = _without(gradients, {id(t): join("safeckpt.grad", name) for name, t in gradients.items()}, held)
+    own["gradients"] = _without(
+        gradients, {id(t): join("safeckpt.grad", name) for name, t in gradients.items()}, shards
+    )
     skeleton[RESERVED_KEY] = own
     for name, tensor in named_tensors(skeleton):
         if hasattr(tensor, "to_local"):
@@ -81,7 +83,7 @@ def split(payload: Mapping[str, Any], *, leads: bool) -> tuple[dict[str, Any], H
                 reason="sharded tensors are saved as parameters and buffers of modules and in the state of optimizers",
                 cure="keep it in a registered module, or save full_tensor().",
             )
-    for key, tensor in held.items():
+    for key, tensor in shards.items():
         if any(placement.is_partial() for placement in getattr(tensor, "placements", ())):
             raise UnsavableStateError(
                 location=key,
@@ -89,7 +91,7 @@ def split(payload: Mapping[str, Any], *, leads: bool) -> tuple[dict[str, Any], H
                 reason="each rank has a summand of it, and the sum is not made yet",
                 cure="redistribute() it before the save.",
             )
-    return skeleton, held if leads else {key: one for key, one in held.items() if hasattr(one, "to_local")}
+    return skeleton, shards if is_rank_zero else {key: one for key, one in shards.items() if hasattr(one, "to_local")}
 
 
 def _namer(name: str, state: Any, record: Mapping[str, Any], *, everything: bool = False) -> dict[int, str]:
@@ -137,7 +139,7 @@ def _numbered(state: Mapping[str, Any], record: Mapping[str, Any]) -> Iterator[t
             yield number, slot["name"]
 
 
-def _without(tree: Any, keys: Mapping[int, str], held: Held) -> Any:
+def _without(tree: Any, keys: Mapping[int, str], shards: ShardTensors) -> Any:
     if not keys:
         return tree
 
@@ -145,7 +147,7 @@ def _without(tree: Any, keys: Mapping[int, str], held: Held) -> Any:
         key = keys.get(id(tensor))
         if key is None or tensor.is_meta or torch.nn.parameter.is_lazy(tensor):
             return tensor
-        if held.setdefault(key, tensor) is not tensor:
+        if shards.setdefault(key, tensor) is not tensor:
             raise UnsavableStateError(
                 location=key,
                 type_name="torch.Tensor",
@@ -157,9 +159,9 @@ def _without(tree: Any, keys: Mapping[int, str], held: Held) -> Any:
     return map_tensors(tree, place_holder)
 
 
-def with_places(
+def allocate_placeholders(
     payload: Mapping[str, Any], components: Mapping[str, Component], path: object
-) -> tuple[dict[str, Any], Held]:
+) -> tuple[dict[str, Any], ShardTensors]:
     """Return a payload whose place holders have become tensors of the live layout, not filled yet, and these.
 
     A tensor takes the layout of the live one: its mesh and placements, whatever those of the run that saved were.
@@ -171,7 +173,7 @@ def with_places(
     return _placed(payload, path, lambda key, shape, dtype: _empty_like(_layout_of(key, shape, layouts), shape, dtype))
 
 
-def laid_out(payload: Mapping[str, Any], components: Mapping[str, Component]) -> dict[str, Any]:
+def as_local_shards(payload: Mapping[str, Any], components: Mapping[str, Component]) -> dict[str, Any]:
     """Return a payload of whole tensors, as a file holds them, with this rank's parts where the live ones are sharded.
 
     Nothing is copied: a part is a view.
@@ -255,29 +257,29 @@ def whole(payload: Mapping[str, Any], folder: CheckpointFolder, device: Any = No
             raise DamagedCheckpointError(path=folder.path, reason="its index claims more than its files hold")
         return torch.empty(shape, dtype=dtype, device=first)
 
-    result, held = _placed(payload, folder.path, empty)
-    read_shards(held, Path(folder.path), Group(), shards_of(payload))
-    moved = {id(tensor): tensor.to(here) for tensor in held.values()}
+    result, shards = _placed(payload, folder.path, empty)
+    read_shards(shards, Path(folder.path), Group(), shards_of(payload))
+    moved = {id(tensor): tensor.to(here) for tensor in shards.values()}
     return {name: map_tensors(value, lambda one: moved.get(id(one), one)) for name, value in result.items()}
 
 
 def _placed(
     payload: Mapping[str, Any], path: object, empty: Callable[[str, torch.Size, torch.dtype], torch.Tensor]
-) -> tuple[dict[str, Any], Held]:
+) -> tuple[dict[str, Any], ShardTensors]:
     """Return a payload with tensors for its place holders, and those of them that have memory."""
-    held: Held = {}
+    shards: ShardTensors = {}
 
     def place(holder: Mapping[str, Any]) -> torch.Tensor:
         try:
             key, shape, dtype = str(holder[_KEY]), torch.Size(holder["shape"]), holder["dtype"]
-            if key not in held:
-                held[key] = empty(key, shape, dtype)
+            if key not in shards:
+                shards[key] = empty(key, shape, dtype)
         except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
             raise DamagedCheckpointError(path=path, reason=f"a place holder is none ({error})", record=INDEX) from error
-        return held[key]
+        return shards[key]
 
     result = {name: _filled(value, place) for name, value in payload.items()}
-    return result, {key: tensor for key, tensor in held.items() if not tensor.is_meta}
+    return result, {key: tensor for key, tensor in shards.items() if not tensor.is_meta}
 
 
 def _layout_of(key: str, shape: torch.Size, layouts: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
@@ -325,28 +327,28 @@ def _filled(tree: Any, place: Callable[[Mapping[str, Any]], torch.Tensor]) -> An
     return tree
 
 
-def local_parts(held: Held) -> Held:
+def local_parts(shards: ShardTensors) -> ShardTensors:
     """Return what is in this process's memory of every tensor."""
-    return {key: local_part(tensor) for key, tensor in held.items()}
+    return {key: local_part(tensor) for key, tensor in shards.items()}
 
 
-def rejoined(held: Held, parts: Held) -> Held:
-    """Return tensors that lie as those in `held` do, over copies in host memory of their local parts."""
-    found: Held = {}
-    for key, tensor in held.items():
+def replace_local_parts(shards: ShardTensors, parts: ShardTensors) -> ShardTensors:
+    """Return tensors that lie as those in `shards` do, over copies in host memory of their local parts."""
+    found: ShardTensors = {}
+    for key, tensor in shards.items():
         found[key] = _with_part(tensor, parts[key]) if hasattr(tensor, "to_local") else parts[key]
     return found
 
 
 def write_shards(
-    held: Held, place: Path, group: Group, write_inside: Callable[..., Any], *, drifted: bool = False
+    shards: ShardTensors, place: Path, group: Group, write_inside: Callable[..., Any], *, drifted: bool = False
 ) -> list[ShardFile]:
     """Write the tensors of all ranks into a directory, and return what this rank has written.
 
     Called by all ranks at once. Every file is on the disk when this returns.
 
     Args:
-        held: The tensors.
+        shards: The tensors.
         place: The directory.
         group: The ranks.
         write_inside: Writes a file into it durably, see `CheckpointDirectory.write_inside`.
@@ -359,17 +361,17 @@ def write_shards(
     from safeckpt.distributed.storage import ShardWriter, planner_of  # noqa: PLC0415 - large, and needed only for shards
 
     writer = ShardWriter(place, write_inside)
-    failures = _run("save", held, group, storage_writer=writer, planner=planner_of(drifted=drifted))
+    failures = _run("save", shards, group, storage_writer=writer, planner=planner_of(drifted=drifted))
     if group.rank in failures:
         raise failures[group.rank]
     return writer.written  # when another rank has failed, the agreement that follows says which, and why
 
 
-def read_shards(held: Held, place: Path, group: Group, names: Collection[str]) -> None:
+def read_shards(shards: ShardTensors, place: Path, group: Group, names: Collection[str]) -> None:
     """Fill tensors from a directory, each rank its part; called by all ranks at once.
 
     Args:
-        held: The tensors.
+        shards: The tensors.
         place: The directory.
         group: The ranks.
         names: The files that belong to it.
@@ -380,29 +382,29 @@ def read_shards(held: Held, place: Path, group: Group, names: Collection[str]) -
     from safeckpt.distributed.storage import ShardReader  # noqa: PLC0415
 
     reader = ShardReader(place, names)
-    failures = _run("load", held, group, storage_reader=reader)
+    failures = _run("load", shards, group, storage_reader=reader)
     if reader.error is not None:
         raise reader.error
     for _, error in sorted(failures.items()):
         if isinstance(error, (OSError, LoadError)):
             raise error
         raise DamagedCheckpointError(path=place, reason=f"its shards cannot be read ({error})") from None
-    for key, part in local_parts(held).items():
+    for key, part in local_parts(shards).items():
         if reader.filled[key] != part.numel():
             raise DamagedCheckpointError(
                 path=place, reason=f"{reader.filled[key]} of {part.numel()} elements of {key} are in it"
             )
 
 
-def _run(what: str, held: Held, group: Group, **options: Any) -> dict[int, BaseException]:
+def _run(what: str, shards: ShardTensors, group: Group, **options: Any) -> dict[int, BaseException]:
     """Have the engine save or load, and return the errors of the ranks on which that failed, the same on every rank."""
     from torch.distributed import checkpoint as engine  # noqa: PLC0415
     from torch.distributed.checkpoint.api import CheckpointException  # noqa: PLC0415
 
     # By component, as a script of one's own would have it. The engine joins the two names again, and takes a while for
     # every key at the top.
-    parts: dict[str, Held] = {}
-    for key, tensor in held.items():
+    parts: dict[str, ShardTensors] = {}
+    for key, tensor in shards.items():
         component, _, name = key.partition(".")
         parts.setdefault(component, {})[name] = tensor
     alone = group.process_group is None

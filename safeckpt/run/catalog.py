@@ -7,15 +7,13 @@ import datetime as dt
 import errno
 import os
 import stat
-import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from safeckpt.errors import (
-    CheckpointNotFoundError,
     DamagedCheckpointError,
     FormatVersionError,
     LoadError,
@@ -25,8 +23,9 @@ from safeckpt.file import INDEX, CheckpointFile, CheckpointFolder, open_checkpoi
 from safeckpt.state.loss import from_json, to_json
 from safeckpt.store import CheckpointDirectory
 from safeckpt.system.threads import Progress
+from safeckpt.system.warn import warn_caller
 
-__all__ = ["Catalog", "Checkpoint", "Opened", "latest"]
+__all__ = ["Catalog", "Checkpoint", "OpenCheckpoint", "Rejection", "latest", "reason_of", "warn_skipped"]
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ _MOST_REMEMBERED = 1 << 16  # files whose header, or verdict, is kept in memory
 _TIME = "%Y-%m-%dT%H:%M:%S.%fZ"  # of fixed width, so that the size of a file does not depend on the clock
 
 
-Opened = CheckpointFile | CheckpointFolder
+OpenCheckpoint = CheckpointFile | CheckpointFolder
 
 _Identity = tuple[int, int, int, int]
 
@@ -127,36 +126,17 @@ class Catalog:
         _remember(self._seen, path, (identity, checkpoint))
         return checkpoint
 
-    def one(self, step: int) -> Iterator[tuple[Opened, Checkpoint]]:
-        """Yield (open file, checkpoint) of one step, every byte verified.
-
-        Raises:
-            CheckpointNotFoundError: It is not there.
-            LoadError: It is not good.
-        """
-        path = self.directory.path_of(step)
-        try:
-            with _opened(path) as file:
-                yield file, _verified(file, step, path, self.progress)
-        except FileNotFoundError:
-            steps = self.directory.steps()
-            raise CheckpointNotFoundError(directory=self.directory.path, step=step, available_steps=steps) from None
-
     @contextlib.contextmanager
-    def opened(self, path: Path, step: int, part: int = 0, parts: int = 1) -> Iterator[tuple[Opened, Checkpoint]]:
+    def open_step(self, step: int, *, part: int = 0, parts: int = 1) -> Iterator[tuple[OpenCheckpoint, Checkpoint]]:
         """Open a checkpoint and verify every byte, or of the shards of a directory one of `parts` equal parts.
 
         Raises:
             LoadError: It is not good.
-            FileNotFoundError: It is not there.
+            FileNotFoundError: It is missing.
         """
+        path = self.directory.path_of(step)
         with _opened(path) as file:
-            checkpoint = _described(file, step, path)
-            if isinstance(file, CheckpointFolder):
-                file.verify(part, parts, progress=self.progress)
-            else:
-                file.verify(progress=self.progress)
-            yield file, checkpoint
+            yield file, _verified(file, step, path, part=part, parts=parts, progress=self.progress)
 
     def is_good(self, step: int) -> bool:
         """Tell whether every byte of a step's file is as it was written; what cannot be read is not known to be."""
@@ -177,12 +157,12 @@ class Catalog:
     def is_good_part(self, step: int, part: int, parts: int) -> bool:
         """Tell whether one of some equal parts of a sharded checkpoint is good."""
         try:
-            with self.opened(self.directory.path_of(step), step, part, parts):
+            with self.open_step(step, part=part, parts=parts):
                 return True
         except (LoadError, OSError):
             return False
 
-    def knows(self, step: int) -> bool:
+    def is_cached(self, step: int) -> bool:
         """Tell whether a step's file was read, or written by this process, and has not changed since."""
         path = self.directory.path_of(step)
         try:
@@ -190,7 +170,7 @@ class Catalog:
         except (DamagedCheckpointError, OSError):
             return False
 
-    def judged(self, step: int, *, good: bool = True) -> None:
+    def remember_verdict(self, step: int, *, good: bool = True) -> None:
         """Note that the file of a step was read, or that this process has just written it: nobody has to read it."""
         path = self.directory.path_of(step)
         with contextlib.suppress(OSError, DamagedCheckpointError):
@@ -201,7 +181,7 @@ class Catalog:
         self._seen.pop(path, None)
         self._verdicts.pop(path, None)
 
-    def listed(self) -> tuple[Checkpoint, ...]:
+    def list_all(self) -> tuple[Checkpoint, ...]:
         """Return what passes the cheap check, ascending by step; what does not is a warning each.
 
         Raises:
@@ -223,43 +203,58 @@ class Catalog:
             if not vanished:
                 break
         for path, reason in bad:
-            skipped(path, reason)
+            warn_skipped(path, reason)
         return tuple(found)
 
-    def good(self, rejected: dict[Path, str]) -> Iterator[tuple[Opened, Checkpoint]]:
-        """Yield (open file, checkpoint) of every good file, newest first, every byte verified.
+    def find_latest(self) -> Checkpoint | None:
+        """Return the newest good checkpoint, every byte of it verified; None when there is none.
 
-        What is not good is a warning and an entry in `rejected`, path to reason. A file that is gone when it is to
-        be opened was pruned by its writer, which then has committed a newer one: the directory is listed again.
+        A file that is gone when it is opened was pruned by its writer, which has then committed a newer one: the
+        directory is listed again.
 
         Raises:
-            FormatVersionError: A file is of a newer format: going back would throw progress away in silence.
+            FormatVersionError: A newer file is of a newer format: going back would throw progress away in silence.
+
+        Warns:
+            SkippedCheckpointWarning: A newer file was passed over, with the reason.
         """
         tried: set[int] = set()
-        vanished = 0
-        steps = self.directory.steps()
-        while steps:
-            step = steps.pop()
-            path = self.directory.path_of(step)
-            try:
-                with _opened(path) as file:
-                    yield file, _verified(file, step, path, self.progress)
-            except FormatVersionError:
-                raise
-            except FileNotFoundError:
-                vanished += 1
-                if vanished < _MOST_RELISTINGS:
-                    steps = [step for step in self.directory.steps() if step not in tried]
-                    continue
-            except LoadError as error:
-                rejected[path] = reason_of(error)
-                skipped(path, rejected[path])
-            except OSError as error:
-                if error.errno != errno.EIO:  # the disk has lost it: another right or another mount will not help
-                    raise
-                rejected[path] = str(error)
-                skipped(path, rejected[path])
+        while (step := max((step for step in self.directory.steps() if step not in tried), default=None)) is not None:
             tried.add(step)
+            with Rejection() as rejection, self.open_step(step) as (_, checkpoint):
+                return checkpoint
+            if rejection.reason:
+                warn_skipped(self.directory.path_of(step), rejection.reason)
+        return None
+
+
+class Rejection:
+    """Turns an error that makes a checkpoint not good into a reason, so that an older one is tried.
+
+    Args:
+        is_named: Whether the caller asked for this checkpoint; then only that it is gone is no error.
+
+    Attributes:
+        reason: One line; empty where the checkpoint is gone; None when there was no error.
+    """
+
+    def __init__(self, *, is_named: bool = False) -> None:
+        self._is_named = is_named
+        self.reason: str | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        if isinstance(error, FileNotFoundError) and not isinstance(error, LoadError):
+            self.reason = ""
+        elif self._is_named or isinstance(error, FormatVersionError):
+            return False
+        elif isinstance(error, LoadError):
+            self.reason = reason_of(error)
+        elif isinstance(error, OSError) and error.errno == errno.EIO:  # another right or mount would not help
+            self.reason = str(error)
+        return self.reason is not None
 
 
 def _identity(path: Path) -> _Identity:
@@ -284,7 +279,7 @@ def _identity(path: Path) -> _Identity:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Opened]:
+def _opened(path: Path) -> Iterator[OpenCheckpoint]:
     _identity(path)  # a pipe would be waited for for ever
     with open_checkpoint(path) as file:
         yield file
@@ -296,7 +291,7 @@ def _remember(cache: OrderedDict[Path, Any], path: Path, entry: tuple[_Identity,
         cache.popitem(last=False)
 
 
-def _described(file: Opened, step: int, path: Path) -> Checkpoint:
+def _described(file: OpenCheckpoint, step: int, path: Path) -> Checkpoint:
     file.check_structure()
     header = file.header()
     if header is None:
@@ -309,10 +304,15 @@ def _described(file: Opened, step: int, path: Path) -> Checkpoint:
     return checkpoint
 
 
-def _verified(file: Opened, step: int, path: Path, progress: Progress | None = None) -> Checkpoint:
-    """Return the checkpoint in an open file after checking every byte of it."""
+def _verified(
+    file: OpenCheckpoint, step: int, path: Path, *, part: int = 0, parts: int = 1, progress: Progress | None = None
+) -> Checkpoint:
+    """Return the checkpoint in an open file after checking every byte of it, or of its shards one of equal parts."""
     checkpoint = _described(file, step, path)
-    file.verify(progress=progress)
+    if isinstance(file, CheckpointFolder):
+        file.verify(part, parts, progress=progress)
+    else:
+        file.verify(progress=progress)
     return checkpoint
 
 
@@ -330,9 +330,9 @@ def reason_of(error: LoadError) -> str:
     return str(getattr(error, "reason", None) or str(error).partition("\n")[0])
 
 
-def skipped(path: Path, reason: str) -> None:
+def warn_skipped(path: Path, reason: str) -> None:
     """Warn that a file was passed over."""
-    warnings.warn(f"{path} was passed over: {reason}.", SkippedCheckpointWarning, stacklevel=4)
+    warn_caller(f"{path} was passed over: {reason}.", SkippedCheckpointWarning)
 
 
 def latest(directory: str | os.PathLike[str]) -> Checkpoint | None:
@@ -354,6 +354,4 @@ def latest(directory: str | os.PathLike[str]) -> Checkpoint | None:
     Cost:
         Reads the newest file once.
     """
-    for _, checkpoint in Catalog(CheckpointDirectory(directory)).good({}):
-        return checkpoint
-    return None
+    return Catalog(CheckpointDirectory(directory)).find_latest()

@@ -83,7 +83,7 @@ class Pruning:
         asked: list[int] = []
 
         def is_good(step: int) -> bool:
-            if step != saving and not self._catalog.knows(step):
+            if step != saving and not self._catalog.is_cached(step):
                 asked.append(step)
             return True  # as nearly all of them are; what else has to be read then, is read by one process
 

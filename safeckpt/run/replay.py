@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from safeckpt.errors import ReplayMismatchError, ReplayMismatchWarning
 from safeckpt.state.loss import Loss
 from safeckpt.store import LossLog
 from safeckpt.system.arguments import checked_choice
+from safeckpt.system.warn import warn_caller
 
 __all__ = ["Replay", "ReplayMismatch", "ReplayPolicy", "ReplayReport"]
 
@@ -111,7 +111,7 @@ class Replay:
         self._broken = False
         # The step up to which the record stays valid, when what is computed now does not follow from the newest
         # checkpoint on disk; None when it does.
-        self._left_at: int | None = -1
+        self._diverged_at: int | None = -1
         self._expected: dict[int, str] = {}
         self._last_expected = -1
         self._changed: tuple[str, ...] = ()
@@ -122,7 +122,7 @@ class Replay:
         """How the run compares since the last restore; None before one."""
         return self._report
 
-    def restored(self, step: int, *, same: bool, changed: Sequence[str] = ()) -> None:
+    def on_restored(self, step: int, *, same: bool, changed: Sequence[str] = ()) -> None:
         """Note that the run goes on from a checkpoint.
 
         Args:
@@ -132,25 +132,25 @@ class Replay:
         """
         self._end()
         with self._mutex:
-            if self._left_at is None:
+            if self._diverged_at is None:
                 self._flush()
             self._waiting.clear()
-            self._left_at = None if same else step
+            self._diverged_at = None if same else step
             self._expected = self._log.read(step) if same and self._policy != "ignore" else {}
             self._last_expected = max(self._expected, default=-1)
             self._changed = tuple(changed)
             self._report = ReplayReport(step, len(self._expected), 0, finished=not self._expected)
 
-    def left(self, step: int | None) -> None:
+    def on_diverged(self, step: int | None) -> None:
         """Note that the state was changed by hand: what comes now follows from no checkpoint.
 
         Args:
             step: The newest checkpoint's; None when there is none.
         """
-        self.restored(-1 if step is None else step, same=False)
+        self.on_restored(-1 if step is None else step, same=False)
         self._report = None
 
-    def ended(self, step: int, loss: Any) -> None:
+    def end_step(self, step: int, loss: Loss) -> None:
         """Take the finite loss of a step: compare it when it is on record, else record it.
 
         Raises:
@@ -159,14 +159,14 @@ class Replay:
         Cost:
             A few microseconds; a write of some lines every 10 ms.
         """
-        if loss is None:
+        if loss.numbers is None:
             return
-        value = Loss.read(loss).exact
+        value = loss.exact
         if self._last_expected >= 0 and self._is_on_record(step, value):
             return
         with self._mutex:
             self._waiting.append((step, value))
-            if self._left_at is None and (
+            if self._diverged_at is None and (
                 len(self._waiting) >= _BATCH or time.monotonic() - self._flushed_at > _BATCH_SECONDS
             ):
                 self._flush()
@@ -175,22 +175,22 @@ class Replay:
     def committing(self, step: int) -> Iterator[None]:
         """Surround the commit of a checkpoint: afterwards it is the one that the record belongs to."""
         with self._mutex:
-            if self._left_at is not None and self._log.path.exists():
+            if self._diverged_at is not None and self._log.path.exists():
                 # Before the commit: a crash in between leaves a record that is too short, not one that is wrong.
-                self._broken = not self._log.back_to(self._left_at)
-            elif self._left_at is None:
+                self._broken = not self._log.back_to(self._diverged_at)
+            elif self._diverged_at is None:
                 self._flush()
         yield
         with self._mutex:
-            if self._left_at is not None:
+            if self._diverged_at is not None:
                 self._waiting = deque((one for one in self._waiting if one[0] > step), maxlen=_MOST_KEPT)
-                self._left_at = None
+                self._diverged_at = None
 
     def close(self) -> None:
         """Write what is waiting, and say how far the comparison came."""
         self._end()
         with self._mutex:
-            if self._left_at is None:
+            if self._diverged_at is None:
                 self._flush()
             self._waiting.clear()
             self._log.close()
@@ -209,7 +209,7 @@ class Replay:
             )
         if step >= self._last_expected:
             self._report = ReplayReport(report.restored_step, report.recorded, report.compared, finished=True)
-            self._say()
+            self._report_end()
         return recorded is not None
 
     def _differs(self, mismatch: ReplayMismatch) -> None:
@@ -220,10 +220,12 @@ class Replay:
         )
         self._expected, self._last_expected = {}, -1
         self._event("replay_differs", mismatch.step, recorded=mismatch.recorded, recomputed=mismatch.recomputed)
-        text = _told(self._report, mismatch)
+        text = _format_mismatch(self._report, mismatch)
         if self._policy == "error":
             with self._mutex:
-                self._left_at = mismatch.step - 1  # of what comes now nothing is recorded until a checkpoint is saved
+                self._diverged_at = (
+                    mismatch.step - 1
+                )  # of what comes now nothing is recorded until a checkpoint is saved
                 self._waiting.clear()
             raise ReplayMismatchError(
                 step=mismatch.step, recorded=mismatch.recorded, recomputed=mismatch.recomputed,
@@ -232,9 +234,9 @@ class Replay:
         with self._mutex:
             self._flush()
             self._broken = not self._log.back_to(mismatch.step - 1)  # from here on the record is that of this run
-        warnings.warn(text, ReplayMismatchWarning, stacklevel=6)
+        warn_caller(text, ReplayMismatchWarning)
 
-    def _say(self) -> None:
+    def _report_end(self) -> None:
         """Report the end of a comparison that found nothing."""
         report = self._report
         self._expected, self._last_expected = {}, -1
@@ -244,7 +246,7 @@ class Replay:
 
     def _end(self) -> None:
         if self._last_expected >= 0:
-            self._say()
+            self._report_end()
 
     def _flush(self) -> None:
         if self._waiting and not self._broken:
@@ -264,7 +266,7 @@ def _shown(value: str) -> str:
     return f"{numbers} ({value})"
 
 
-def _told(report: ReplayReport, mismatch: ReplayMismatch) -> str:
+def _format_mismatch(report: ReplayReport, mismatch: ReplayMismatch) -> str:
     if mismatch.changed:
         why = "Changed in the environment since that checkpoint: " + "; ".join(mismatch.changed) + "."
     else:

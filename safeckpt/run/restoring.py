@@ -1,307 +1,372 @@
 """Restoring: find the checkpoint, check all of it, and only then change the first object.
 
-Several processes restore the same step: the newest one that every one of them can read.
+Several processes restore the same step: the newest one that every one of them can read. Each part is a section that
+all ranks pass, or none does::
+
+    looking for a checkpoint -> reading it -> reading its shards -> applying it
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import partial
+import functools
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from safeckpt.distributed import Held, in_group, laid_out, payload_for, read_shards, same_on_all, shards_of, with_places
+from safeckpt.distributed import (
+    Group,
+    ShardTensors,
+    allocate_placeholders,
+    as_local_shards,
+    in_group,
+    payload_of_rank,
+    read_shards,
+    refuse_differences,
+    shards_of,
+)
 from safeckpt.errors import (
     CheckpointNotFoundError,
     DamagedCheckpointError,
     DirectoryNotSharedError,
     EnvironmentChangedWarning,
-    FormatVersionError,
     HyperparameterReplacedWarning,
-    LoadError,
     NoGoodCheckpointError,
 )
-from safeckpt.run.catalog import Checkpoint, Opened, reason_of, skipped
-from safeckpt.run.timeline import Timeline
-from safeckpt.state import RESERVED_KEY, Baseline, Component, Guard, Plan, guard_from_record, plan
+from safeckpt.run.catalog import Checkpoint, OpenCheckpoint, Rejection, warn_skipped
+from safeckpt.run.run import Run
+from safeckpt.run.saving import MemoryCopy
+from safeckpt.state import RESERVED_KEY, Baseline, Guard, Plan, guard_from_record, plan
+from safeckpt.system.warn import warn_caller
 
-__all__ = ["Restorer"]
+__all__ = ["Restored", "Restorer", "Wanted"]
+
+_log = logging.getLogger("safeckpt")
 
 
-class _Wanted(NamedTuple):
+class Wanted(NamedTuple):
     """What a caller asked for; see `CheckpointManager.restore`."""
 
-    step: int | None
-    only: Collection[str] | None
-    keep_live: Collection[str]
+    step: int | None = None
+    only: Collection[str] | None = None
+    keep_live: Collection[str] = ()
 
 
-class _Ready(NamedTuple):
+class _Validated(NamedTuple):
     """A restore that has passed every check.
 
     Attributes:
+        checkpoint: The checkpoint.
         plan: What will be applied.
-        held: Tensors of it that the shards have to fill.
-        shards: Names of the files they are in.
+        shards: Tensors of it that the shards have to fill.
+        shard_files: Names of the files they are in.
         guard: What has to be finite.
-        resized: Whether the run had another number of processes.
-        looked_at: To be told of memory that is not needed again before it is copied.
+        is_resized: Whether the run had another number of processes.
+        release: Takes memory that is not needed again before it is copied.
     """
 
+    checkpoint: Checkpoint
     plan: Plan
-    held: Held
-    shards: Collection[str]
+    shards: ShardTensors
+    shard_files: Collection[str]
     guard: Guard
-    resized: bool
-    looked_at: Callable[[torch.Tensor], None]
+    is_resized: bool
+    release: Callable[[torch.Tensor], None]
+
+
+@dataclass
+class Restored:
+    """A restore that was applied.
+
+    Attributes:
+        checkpoint: The checkpoint.
+        plan: What was applied.
+        is_resized: Whether the run had another number of processes.
+        source: Where the state came from, `"disk"` or `"memory"`.
+        rejected: Newer checkpoints that were passed over, path to reason.
+        steps_before: Steps in the directory before the search; a higher one that came meanwhile is another writer's.
+    """
+
+    checkpoint: Checkpoint
+    plan: Plan
+    is_resized: bool = False
+    source: str = "disk"
+    rejected: dict[Path, str] = field(default_factory=dict)
+    steps_before: Collection[int] = ()
+
+
+class _Search(NamedTuple):
+    """One rank's answer while a checkpoint is looked for."""
+
+    steps: list[int]
+    arguments: dict[str, Any]
+
+
+class _Reading(NamedTuple):
+    """One rank's answer when it has read a checkpoint: why it is not good, or its digest."""
+
+    reason: str | None
+    digest: str
+
+
+def _steps_of_rank_zero(answers: list[_Search]) -> list[int]:
+    refuse_differences([answer.arguments for answer in answers])
+    return answers[0].steps
+
+
+def _same_reading(path: Path, answers: list[_Reading]) -> str | None:
+    """Return why the checkpoint is not good; refuse what is not the same file for every rank."""
+    first = answers[0]
+    for rank, answer in enumerate(answers):
+        if answer.reason is None and first.reason is None and answer.digest != first.digest:
+            raise DirectoryNotSharedError(directory=path.parent, rank=rank, name=path.name, differs=True)
+    return _first_reason(answers)
 
 
 class Restorer:
-    """Puts checkpoints of a run into the live objects; `CheckpointManager.restore` says what it promises.
+    """Puts checkpoints of a run into the live objects.
 
     Args:
         run: The run.
-        components: The live objects.
     """
 
-    def __init__(self, run: Timeline, components: Mapping[str, Component]) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
-        self._components = components
 
-    def restored(
-        self,
-        step: int | None,
-        only: Collection[str] | None,
-        keep_live: Collection[str],
-        rejected: dict[Path, str],
-    ) -> tuple[Checkpoint, Plan, bool] | None:
-        """Restore a step, or the newest good one; what was passed over on the way is added to `rejected`.
+    def restore(self, wanted: Wanted) -> Restored | None:
+        """Put a checkpoint into the live objects and note where the run stands; see `CheckpointManager.restore`."""
+        restored = self.apply_newest(wanted)
+        if restored is None:
+            return None
+        run = self._run
+        checkpoint, only = restored.checkpoint, wanted.only
+        is_whole = only is None or set(run.components) <= set(only)
+        if is_whole:
+            self.adopt(restored)
+            if run.is_rank_zero:
+                run.replay.on_restored(
+                    checkpoint.step,
+                    same=self._is_same_run(wanted, restored),
+                    changed=restored.plan.environment,
+                )
+        else:
+            if run.is_rank_zero:
+                run.replay.on_diverged(run.timeline.saved_step)
+            run.timeline.restored_in_part()
+        self.report(restored, "restored", only=None if only is None else list(only))
+        _log.info("restored step %d from %s", checkpoint.step, checkpoint.path)
+        return restored
 
-        Returns:
-            The checkpoint, what was applied, and whether the run had another number of processes; None when there is
-            no checkpoint.
+    def _is_same_run(self, wanted: Wanted, restored: Restored) -> bool:
+        """Return whether the losses that follow are those on record."""
+        return (
+            not wanted.keep_live
+            and (wanted.step is None or not self._run.timeline.superseded_steps)
+            and (wanted.only is None or "rng" in wanted.only)
+            and not restored.is_resized
+        )
+
+    def adopt(self, restored: Restored) -> None:
+        """Go on from a checkpoint: the directory's checkpoints are this run's, those above it will make way."""
+        run, step = self._run, restored.checkpoint.step
+        listed = run.directory.files.steps() if run.is_rank_zero else ()  # the others write nothing
+        run.timeline.restored_to(
+            restored.checkpoint, {one for one in listed if one <= step or one in restored.steps_before}
+        )
+
+    def apply_newest(self, wanted: Wanted) -> Restored | None:
+        """Apply the step that is wanted, or the newest good one; None when there is no checkpoint.
+
+        Afterwards the objects count as a mixture until the timeline knows where the run stands.
+
+        Raises:
+            CheckpointNotFoundError: There is no checkpoint of the wanted step.
+            NoGoodCheckpointError: There are checkpoints, and none is good.
+            LoadError: The wanted step is not good.
+            RestoreError: It does not fit the live objects.
         """
-        together = self._run.group.size > 1
-        found = (self._restored_by_all if together else self._restored)(_Wanted(step, only, keep_live), rejected)
-        if found is None and rejected:
+        run, group = self._run, self._run.group
+        steps_before = run.directory.files.steps() if group.is_rank_zero else []
+        rejected: dict[Path, str] = {}
+        tried: set[int] = set()
+        while True:
+            step = self._find_candidate(group, wanted, tried)
+            if step is None:
+                break
+            tried.add(step)
+            with contextlib.ExitStack() as opened:
+                validated, reason = self._read(group, step, wanted, opened)
+                if validated is not None:
+                    with group.section(f"restoring step {step}"):
+                        self._apply(validated.plan)
+                    checkpoint = validated.checkpoint
+                    return Restored(checkpoint, validated.plan, validated.is_resized, "disk", rejected, steps_before)
+            path = run.directory.files.path_of(step)
+            if reason is not None:  # else it was pruned by its writer, which then has committed a newer one
+                rejected[path] = reason
+                with group.section(f"passing over step {step}"):  # where warnings are errors, on all ranks
+                    if group.is_rank_zero:
+                        warn_skipped(path, reason)
+        if rejected:
             raise NoGoodCheckpointError(
-                directory=self._run.files.path, rejected=[(str(path), reason) for path, reason in rejected.items()]
+                directory=run.directory.path, rejected=[(str(path), reason) for path, reason in rejected.items()]
             )
-        return found
-
-    def _restored(self, wanted: _Wanted, rejected: dict[Path, str]) -> tuple[Checkpoint, Plan, bool] | None:
-        run, step = self._run, wanted.step
-        if step is not None and step not in run.files.steps():
-            raise CheckpointNotFoundError(directory=run.files.path, step=step, available_steps=run.files.steps())
-        candidates = run.catalog.good(rejected) if step is None else run.catalog.one(step)
-        for file, checkpoint in candidates:
-            try:
-                ready = self._ready(file, wanted)
-                self._fill(ready, checkpoint.path)
-            except LoadError as error:
-                if step is not None:
-                    raise
-                reason = reason_of(error)
-            else:
-                self._apply(ready.plan)
-                return checkpoint, ready.plan, ready.resized
-            rejected[checkpoint.path] = reason
-            skipped(checkpoint.path, reason)
         return None
 
-    def _restored_by_all(self, wanted: _Wanted, rejected: dict[Path, str]) -> tuple[Checkpoint, Plan, bool] | None:
-        """Do the same on all ranks: what one of them cannot read, none of them takes."""
-        run, step = self._run, wanted.step
-        group = run.group
-        tried: set[int] = set()
-
-        def asked() -> tuple[list[int], dict[str, Any]]:
+    def _find_candidate(self, group: Group, wanted: Wanted, tried: Collection[int]) -> int | None:
+        """Return the step to try next; the same on every rank."""
+        files = self._run.directory.files
+        with group.section("looking for a checkpoint", _steps_of_rank_zero) as section:
             only = None if wanted.only is None else sorted(wanted.only)
-            steps = run.files.steps() if group.leads else []
-            return steps, {"step": step, "only": only, "keep_live": sorted(wanted.keep_live)}
+            section.answer = _Search(
+                steps=[step for step in files.steps() if step not in tried] if group.is_rank_zero else [],
+                arguments={"step": wanted.step, "only": only, "keep_live": sorted(wanted.keep_live)},
+            )
+        steps = section.result
+        if wanted.step is not None and wanted.step not in steps:
+            raise CheckpointNotFoundError(directory=files.path, step=wanted.step, available_steps=steps)
+        return wanted.step if wanted.step is not None else max(steps, default=None)
 
-        def next_one(answers: list[tuple[list[int], dict[str, Any]]]) -> tuple[int, str] | None:
-            same_on_all([answer for _, answer in answers])
-            lists = [steps for steps, _ in answers]
-            if step is not None and step not in lists[0]:
-                raise CheckpointNotFoundError(directory=run.files.path, step=step, available_steps=lists[0])
-            left = [one for one in lists[0] if one not in tried] if step is None else [step]
-            return (left[-1], run.files.path_of(left[-1]).name) if left else None
+    def _read(
+        self, group: Group, step: int, wanted: Wanted, opened: contextlib.ExitStack
+    ) -> tuple[_Validated | None, str | None]:
+        """Read and check a checkpoint on every rank: all of it can be applied, or no rank applies any.
 
-        while True:
-            target = group.together("looking for a checkpoint", asked, next_one)
-            if target is None:
-                return None
-            number, name = target
-            path = run.files.path / name
-            tried.add(number)
-            with contextlib.ExitStack() as opened:
-                found: list[tuple[Checkpoint, _Ready]] = []
-                reason = self._read_by_all(path, number, wanted, opened, found)
-                if reason is None:
-                    checkpoint, ready = found[0]
-                    run.catalog.judged(number)  # every part of it was read by some rank
-                    group.together(f"restoring step {number}", partial(self._apply, ready.plan))
-                    return checkpoint, ready.plan, ready.resized
-            rejected[path] = reason
-            # Together, for whom a warning is an error.
-            group.together(f"passing over step {number}", partial(_passed_over, path, reason, told=group.leads))
-
-    def _read_by_all(
-        self,
-        path: Path,
-        step: int,
-        wanted: _Wanted,
-        opened: contextlib.ExitStack,
-        found: list[tuple[Checkpoint, _Ready]],
-    ) -> str | None:
-        """Read a checkpoint on every rank; return why it is not good, or None and what was read in `found`."""
+        Returns:
+            What was validated, or None and the reason; (None, None) where it is gone.
+        """
         run = self._run
-        group = run.group
-        what = f"reading step {step}"
-        named = wanted.step is not None
+        path = run.directory.files.path_of(step)
+        validated: _Validated | None = None
+        with group.section(f"reading step {step}", functools.partial(_same_reading, path)) as reading:
+            if group.size > 1:
+                run.directory.wait_for(path)
+            with Rejection(is_named=wanted.step is not None) as rejection:
+                file, checkpoint = opened.enter_context(
+                    run.directory.catalog.open_step(step, part=group.rank, parts=group.size)
+                )
+                reading.answer = _Reading(None, str(file.root))
+                validated = self._validate(file, checkpoint, wanted)
+            if rejection.reason is not None:
+                reading.answer = _Reading(rejection.reason, "")
+        if reading.result is not None:
+            return None, reading.result or None
+        assert validated is not None
+        with group.section(f"reading the shards of step {step}", _first_reason) as filling:
+            with Rejection(is_named=wanted.step is not None) as rejection:
+                self._fill(validated, path)
+            filling.answer = _Reading(rejection.reason, "")
+        if filling.result is not None:
+            return None, filling.result or None
+        run.directory.catalog.remember_verdict(step)  # every part of it was read by some rank
+        return validated, None
 
-        def first(answers: list[str | None]) -> str | None:
-            return next((f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if answer is not None), None)
-
-        def read() -> tuple[str | None, str]:
-            run.look_for(path)
-            root = ""
-            with _reasons(named=named) as reasons:
-                file, checkpoint = opened.enter_context(run.catalog.opened(path, step, group.rank, group.size))
-                root = str(file.root)
-                found.append((checkpoint, self._ready(file, wanted)))
-            return (reasons[0] if reasons else None), root
-
-        def all_read(answers: list[tuple[str | None, str]]) -> str | None:
-            for rank, (reason, root) in enumerate(answers):
-                if reason is None and answers[0][0] is None and root != answers[0][1]:
-                    raise DirectoryNotSharedError(directory=run.files.path, rank=rank, name=path.name, differs=True)
-            return first([reason for reason, _ in answers])
-
-        def filled() -> str | None:
-            with _reasons(named=named) as reasons:
-                self._fill(found[0][1], path)
-            return reasons[0] if reasons else None
-
-        return group.together(what, read, all_read) or group.together(f"{what}: its shards", filled, first)
-
-    def _ready(self, file: Opened, wanted: _Wanted) -> _Ready:
+    def _validate(self, file: OpenCheckpoint, checkpoint: Checkpoint, wanted: Wanted) -> _Validated:
         """Check everything about a restore; of shards, all but their values.
 
         Raises:
             LoadError: What is in the file is not what a manager saves.
             RestoreError: It does not fit the live objects.
         """
+        run, group = self._run, self._run.group
         with torch.inference_mode(mode=False):
-            return self._checked(file, wanted)
+            payload, mapped = file.load_mapped()
+            if not isinstance(payload, dict) or not isinstance(payload.get(RESERVED_KEY), dict):
+                raise DamagedCheckpointError(path=file.path, reason="it holds no state of a run")
+            try:
+                guard = guard_from_record((file.header() or {})["guard"])
+            except (KeyError, TypeError) as error:
+                reason = "its header does not say what was guarded"
+                raise DamagedCheckpointError(path=file.path, reason=reason) from error
+            shard_files = shards_of(payload)
+            payload, changes = payload_of_rank(payload, run.components, group.rank, group.size, file.path)
+            shards: ShardTensors = {}
+            if shard_files:
+                payload, shards = allocate_placeholders(payload, run.components, file.path)
+                shards = _only_of(shards, wanted.only)
+            elif in_group():
+                payload = as_local_shards(payload, run.components)
+            validated = plan(
+                run.components,
+                payload,
+                only=wanted.only,
+                keep_live=wanted.keep_live,
+                path=file.path,
+                read=mapped.read,
+            )
+        if validated.rng is not None:
+            validated.environment.extend(changes)
+        return _Validated(checkpoint, validated, shards, shard_files, guard, bool(changes), mapped.forget)
 
-    def _checked(self, file: Opened, wanted: _Wanted) -> _Ready:
-        payload, mapped = file.load_mapped()
-        if not isinstance(payload, dict) or not isinstance(payload.get(RESERVED_KEY), dict):
-            raise DamagedCheckpointError(path=file.path, reason="it holds no state of a run")
-        try:
-            guard = guard_from_record((file.header() or {})["guard"])
-        except (KeyError, TypeError) as error:
-            raise DamagedCheckpointError(path=file.path, reason="its header does not say what was guarded") from error
-        group = self._run.group
-        names_of_shards = shards_of(payload)
-        payload, changes = payload_for(payload, self._components, group.rank, group.size, file.path)
-        held: Held = {}
-        if names_of_shards:
-            payload, held = with_places(payload, self._components, file.path)
-            if wanted.only is not None:
-                held = {key: one for key, one in held.items() if key.partition(".")[0] in {*wanted.only, RESERVED_KEY}}
-        elif in_group():
-            payload = laid_out(payload, self._components)
-        ready = plan(
-            self._components, payload, only=wanted.only, keep_live=wanted.keep_live, path=file.path, read=mapped.read
-        )
-        if ready.rng is not None:
-            ready.environment.extend(changes)
-        return _Ready(ready, held, names_of_shards, guard, bool(changes), mapped.forget)
-
-    def _fill(self, ready: _Ready, path: Path) -> None:
+    def _fill(self, validated: _Validated, path: Path) -> None:
         """Read the shards, and let the guard that the state passed when it was saved judge it again.
 
         Raises:
             LoadError: They cannot be read, or the state is not finite.
         """
-        if ready.held:
-            read_shards(ready.held, path, self._run.group, ready.shards)
-        bad = Baseline({}).judge(ready.plan.parts, ready.guard, ready.looked_at).bad
+        if validated.shards:
+            read_shards(validated.shards, path, self._run.group, validated.shard_files)
+        bad = Baseline({}).judge(validated.plan.parts, validated.guard, validated.release).bad
         if bad:
             raise DamagedCheckpointError(path=path, reason=f"it is not finite ({bad[0]})")
 
-    def _apply(self, ready: Plan) -> None:
-        self._run.half_restored = True  # until the caller has noted where the run is now
+    def _apply(self, validated: Plan) -> None:
+        self._run.timeline.begin_restore()
         with torch.inference_mode(mode=False):  # in which nothing can be copied into ordinary tensors
-            ready.apply()
+            validated.apply()
 
-    def restored_from_memory(self, copied: tuple[int, dict[str, Any]] | None) -> tuple[Checkpoint, Plan, bool] | None:
-        """Restore the copy that an asynchronous save left, when it is of the newest checkpoint and that is on disk."""
+    def apply_memory(self, copy: MemoryCopy | None) -> Restored | None:
+        """Apply the copy that an asynchronous save left, when it is of the newest checkpoint and that is on disk."""
         run = self._run
-        if copied is None or run.group.size > 1 or copied[0] != run.saved or not run.catalog.is_good(run.saved):
+        saved, catalog = run.timeline.saved_step, run.directory.catalog
+        if copy is None or run.group.size > 1 or copy.step != saved or not catalog.is_good(saved):
             return None
-        checkpoint = run.catalog.peek(run.saved)
-        ready = plan(self._components, copied[1], path=checkpoint.path)
-        self._apply(ready)
-        return checkpoint, ready, False
+        steps_before = run.directory.files.steps()
+        checkpoint = catalog.peek(saved)
+        validated = plan(run.components, copy.payload, path=checkpoint.path)
+        self._apply(validated)
+        return Restored(checkpoint, validated, source="memory", steps_before=steps_before)
 
-    def report(self, checkpoint: Checkpoint, ready: Plan, rejected: Mapping[Path, str], kind: str, **data: Any) -> None:
+    def report(self, restored: Restored, kind: str, **data: Any) -> None:
         """Tell history and caller what a restore passed over and replaced."""
-        for path, reason in rejected.items():
-            self._run.event("passed_over", None, file=path.name, reason=reason)
-        self._run.event(kind, checkpoint.step, replaced=ready.replaced, **data)
-        if ready.replaced:
-            text = "\n  ".join(ready.replaced)
-            warnings.warn(
-                f"The checkpoint's hyper-parameters replaced those of the script (live -> saved):\n  {text}\n"
-                + (
-                    "Set them again before you go on, if that is what you changed."
-                    if kind == "rolled_back"
-                    else "Keep the live ones with restore(keep_live=('component.name', ...))."
-                ),
-                HyperparameterReplacedWarning,
-                stacklevel=3,
+        directory, checkpoint, applied = self._run.directory, restored.checkpoint, restored.plan
+        for path, reason in restored.rejected.items():
+            directory.add_event("passed_over", None, file=path.name, reason=reason)
+        directory.add_event(kind, checkpoint.step, replaced=applied.replaced, **data)
+        if applied.replaced:
+            text = "\n  ".join(applied.replaced)
+            advice = (
+                "Set them again before you go on, if that is what you changed."
+                if kind == "rolled_back"
+                else "Keep the live ones with restore(keep_live=('component.name', ...))."
             )
-        if ready.environment:
-            text = "\n  ".join(ready.environment)
-            warnings.warn(
+            warn_caller(
+                f"The checkpoint's hyper-parameters replaced those of the script (live -> saved):\n  {text}\n{advice}",
+                HyperparameterReplacedWarning,
+            )
+        if applied.environment:
+            text = "\n  ".join(applied.environment)
+            warn_caller(
                 f"The environment differs from the one that saved {checkpoint.path.name} (saved -> now), so the next "
                 f"losses may differ in their last bits:\n  {text}",
                 EnvironmentChangedWarning,
-                stacklevel=3,
             )
 
 
-def _passed_over(path: Path, reason: str, *, told: bool) -> None:
-    if told:
-        skipped(path, reason)
+def _only_of(shards: ShardTensors, only: Collection[str] | None) -> ShardTensors:
+    """Return the tensors of the components that are wanted, by the first part of their key."""
+    if only is None:
+        return shards
+    return {key: tensor for key, tensor in shards.items() if key.partition(".")[0] in {*only, RESERVED_KEY}}
 
 
-@contextlib.contextmanager
-def _reasons(*, named: bool) -> Iterator[list[str]]:
-    """Turn what makes a file not good into a reason, so that an older one is tried; not when it was asked for."""
-    found: list[str] = []
-    try:
-        yield found
-    except FormatVersionError:
-        raise
-    except LoadError as error:
-        if named:
-            raise
-        found.append(reason_of(error))
-    except FileNotFoundError as error:
-        if named:
-            raise
-        found.append(f"it is gone ({error})")
-    except OSError as error:
-        if named or error.errno != errno.EIO:
-            raise
-        found.append(str(error))
+def _first_reason(answers: list[_Reading]) -> str | None:
+    """Return why a rank could not read a checkpoint, with its number where there are several."""
+    for rank, answer in enumerate(answers):
+        if answer.reason is not None:
+            return f"rank {rank}: {answer.reason}" if len(answers) > 1 and answer.reason else answer.reason
+    return None

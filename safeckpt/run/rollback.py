@@ -2,77 +2,142 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
 
-from safeckpt.errors import RollbackLoopError
-from safeckpt.run.timeline import Timeline
-from safeckpt.state import Component
+from safeckpt.distributed import refuse_differences
+from safeckpt.errors import CheckpointNotFoundError, RollbackLoopError
+from safeckpt.run.catalog import Checkpoint
+from safeckpt.run.restoring import Restorer, Wanted
+from safeckpt.run.run import Run
+from safeckpt.run.saving import Saver
+from safeckpt.run.steps import Steps
+from safeckpt.run.timeline import Refusal, RollbackRecord
 from safeckpt.system.arguments import checked_int
 
-__all__ = ["Rollbacks"]
+__all__ = ["Rollback"]
+
+_log = logging.getLogger("safeckpt")
 
 
-class Rollbacks:
-    """Decides about rollbacks; `CheckpointManager.rollback` says what it promises.
+class _Answer(NamedTuple):
+    """One rank's answer: the step that it thinks has failed, and what it was asked for."""
+
+    failing: Refusal
+    arguments: dict[str, Any]
+
+
+def _agree(answers: list[_Answer]) -> Refusal:
+    refuse_differences([answer.arguments for answer in answers])
+    return answers[0].failing
+
+
+class Rollback:
+    """Takes a run back to its newest checkpoint; `CheckpointManager.rollback` says what it promises.
 
     Args:
         run: The run.
-        components: The live objects.
+        restorer: Puts the checkpoint into the live objects.
+        saver: Has a copy of the newest checkpoint in memory, perhaps.
+        steps: Knows which batches belong to a step.
         most: Rollbacks allowed without a new checkpoint in between.
     """
 
-    def __init__(self, run: Timeline, components: Mapping[str, Component], most: int) -> None:
+    def __init__(self, run: Run, restorer: Restorer, saver: Saver, steps: Steps, most: int) -> None:
         self._run = run
-        self._components = components
+        self._restorer = restorer
+        self._saver = saver
+        self._steps = steps
         self._most = most
 
-    def refuse_loop(self, failing: int, *, changes: bool) -> None:
-        """Refuse a rollback that would lead here again."""
-        attempts = len(self._run.rollbacks)
+    def roll_back(self, *, skip_batches: int, changed: bool) -> Checkpoint:
+        """Go back to the newest checkpoint."""
+        run, group = self._run, self._run.group
+        changes = changed or bool(skip_batches)
+        with group.section("rolling back", _agree) as section:
+            left_out = self._batches_to_leave_out(skip_batches)
+            section.answer = _Answer(
+                failing=self._check_possible(changes=changes),
+                arguments={"skip_batches": skip_batches, "changed": changed},
+            )
+            if group.is_rank_zero:
+                run.directory.enter()
+        failing = section.result
+        restored = self._restorer.apply_memory(self._saver.memory) or self._restorer.apply_newest(Wanted())
+        if restored is None:
+            raise CheckpointNotFoundError(directory=run.directory.path)
+        for component, positions in left_out.items():
+            run.components[component].obj.leave_out(positions)
+        self._restorer.adopt(restored)
+        checkpoint = restored.checkpoint
+        if run.is_rank_zero:
+            run.replay.on_restored(checkpoint.step, same=not changes)
+        self._steps.on_restored()
+        run.timeline.rolled_back(failing.step, changed=changes)
+        with group.section("setting aside"):
+            if group.is_rank_zero and run.timeline.superseded_steps:
+                run.directory.enter()
+        self._restorer.report(
+            restored,
+            "rolled_back",
+            failed_step=failing.step,
+            why=failing.why,
+            left_out=left_out,
+            changed=changed,
+            source=restored.source,
+        )
+        _log.info("rolled back from step %d to step %d", failing.step, checkpoint.step)
+        return checkpoint
+
+    def _check_possible(self, *, changes: bool) -> Refusal:
+        """Return the step that failed.
+
+        Raises:
+            RollbackLoopError: A rollback would lead to the same failure again, or there were too many.
+            CheckpointNotFoundError: The run has no checkpoint.
+        """
+        timeline, path = self._run.timeline, self._run.directory.path
+        failing = timeline.refusal or Refusal(timeline.step + 1, "no save or step was refused")
+        attempts = len(timeline.rollbacks)
         if attempts >= self._most:
             reason = f"max_rollbacks={self._most} without a new checkpoint in between"
-        elif not changes and (failing, False) in self._run.rollbacks:
+            raise RollbackLoopError(step=failing.step, attempts=attempts, reason=reason, path=path)
+        if not changes and RollbackRecord(failing.step, changed=False) in timeline.rollbacks:
             reason = "the last rollback changed nothing, and neither would this one"
-        else:
-            return
-        raise RollbackLoopError(step=failing, attempts=attempts, reason=reason, path=self._run.files.path)
+            raise RollbackLoopError(step=failing.step, attempts=attempts, reason=reason, path=path)
+        if timeline.saved_step is None:
+            raise CheckpointNotFoundError(directory=path)
+        return failing
 
-    def batches_to_leave_out(
-        self, count: int, handed_out: Iterable[tuple[int, Mapping[str, Any]]] = ()
-    ) -> dict[str, Any]:
-        """Return the positions that each loader is to leave out when it goes on, also from earlier rollbacks.
-
-        Args:
-            count: How many of the batches handed out last.
-            handed_out: For steps that ended lately, the last batch that each loader had handed out by then: several
-                processes learn of a refused step some steps later, and the batches since then are not to blame.
-        """
+    def _batches_to_leave_out(self, count: int) -> dict[str, Any]:
+        """Return the positions that each loader is to leave out when it goes on, also from earlier rollbacks."""
         checked_int("skip_batches", count)
-        able = {name: c.obj for name, c in self._components.items() if hasattr(c.obj, "leave_out")}
-        if count and not able:
+        components = self._run.components.items()
+        loaders = {name: component.obj for name, component in components if hasattr(component.obj, "leave_out")}
+        if count and not loaders:
             raise ValueError(
                 "skip_batches needs a loader that can leave out batches among the components: wrap the DataLoader in "
                 "safeckpt.ResumableLoader and register it"
             )
+        # Several processes learn of a refused step some steps later: the batches since then are not to blame.
+        refusal = self._run.timeline.refusal
+        last = self._steps.batches_handed_out(None if refusal is None else refusal.step)
         # What was left out before stays out: the checkpoint may be older than that decision.
-        failing = None if self._run.failed is None else self._run.failed[0]
-        newest_first = reversed(list(handed_out))
-        last: Mapping[str, Any] = next((positions for step, positions in newest_first if step == failing), {})
         left_out = {
-            name: sorted({*getattr(loader, "left_out", ()), *_last(loader, count, last.get(name, ()))})
-            for name, loader in able.items()
+            name: sorted({*getattr(loader, "left_out", ()), *_last_batches(loader, count, last.get(name, ()))})
+            for name, loader in loaders.items()
         }
         return {name: positions for name, positions in left_out.items() if positions}
 
 
-def _last(loader: Any, count: int, upto: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+def _last_batches(loader: Any, count: int, up_to: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
     """Return the last `count` batches handed out, or those up to one of them."""
     if not count:
         return ()
-    if not upto:
+    if not up_to:
         return cast("Sequence[tuple[int, int]]", loader.last_batches(count))
     since = 1
-    while (batches := loader.last_batches(since))[:1] and batches[0] > upto[0] and len(batches) == since:
+    while (batches := loader.last_batches(since))[:1] and batches[0] > up_to[0] and len(batches) == since:
         since += 1
     return cast("Sequence[tuple[int, int]]", loader.last_batches(since - 1 + count)[:count])

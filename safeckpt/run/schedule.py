@@ -26,18 +26,18 @@ class SaveSchedule:
         self._step = 0
 
     @property
-    def counts(self) -> bool:
+    def by_count(self) -> bool:
         """Whether it goes by steps alone, which is the same for every process of a run."""
         return not isinstance(self._every, dt.timedelta)
 
-    def at(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Return whether a save is due at this step."""
         if isinstance(self._every, dt.timedelta):
             return time.monotonic() - self._since >= self._every.total_seconds()
         # Passing a multiple counts as reaching it: a step may be skipped by a rollback.
         return self._every is not None and step // self._every > self._step // self._every
 
-    def saved(self, step: int) -> None:
-        """Count from this step and this moment: it was saved, or is being saved, or the run is back at it."""
+    def restart(self, step: int) -> None:
+        """Count from this step and this moment: it was saved, is being saved, or was restored."""
         self._step = step
         self._since = time.monotonic()

@@ -1,266 +1,208 @@
-"""One run in one directory: which files are its own, where it stands, and the right to write."""
+"""Where a run stands: the steps it has done and saved, what it has refused, and whether its objects are whole."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from safeckpt.distributed import Group, group_of_this_process, in_group, same_on_all
-from safeckpt.errors import (
-    DirectoryInUseError,
-    DirectoryLockedError,
-    DirectoryNotSharedError,
-    GroupDestroyedError,
-    StepExistsError,
-)
-from safeckpt.run.arguments import checked_step
-from safeckpt.run.catalog import Catalog, Checkpoint
+from safeckpt.errors import StepExistsError
+from safeckpt.run.catalog import Checkpoint
 from safeckpt.run.schedule import SaveSchedule
-from safeckpt.store import CheckpointDirectory, EventLog, WriterLock
 
-__all__ = ["Timeline"]
+__all__ = ["Refusal", "RollbackRecord", "Timeline"]
 
-_SEEN_SECONDS = 60.0  # NFS shows a new name after the 60 seconds of its acdirmax at the latest, nfs(5)
-_LOOKS_SECONDS = 0.05
+
+class Refusal(NamedTuple):
+    """A step that was refused, and what was not finite."""
+
+    step: int
+    why: str
+
+
+class RollbackRecord(NamedTuple):
+    """A rollback: the step that had failed, and whether something was changed before going on."""
+
+    failed_step: int
+    changed: bool
 
 
 class Timeline:
-    """What a manager knows of its run. Memory follows the disk: it is updated when something is committed.
-
-    Of several processes only rank 0 writes into the directory, holds its lock and keeps its history; the others
-    know the same steps.
+    """The position of one run. Memory follows the disk: it changes when something is committed or applied.
 
     Args:
-        files: The directory.
-        lock: The right to write.
-        due: When `end_step` saves.
-        rank_timeout_seconds: How long a process of the group is waited for.
-        settings: What has to be the same on every rank, by the name of the argument.
-
-    Attributes:
-        files: The directory.
-        catalog: Which of its files are checkpoints.
-        lock: The right to write.
-        due: When `end_step` saves.
-        run_id: Name of the run; None before its first checkpoint.
-        step: The last step that was saved, restored or ended.
-        saved: The step of the newest checkpoint on this timeline.
-        begun: Whether a step was ended, saved or restored.
-        failed: The step that was refused last, and why.
-        rollbacks: (failing step, whether something was changed) of each rollback since a new save.
-        half_restored: Whether the objects may be a mixture of two states, or not those of the step noted here.
-        left: Known steps above the restored one: set aside before the next save.
-        closed: Whether the manager is closed.
+        schedule: When `end_step` saves.
     """
 
-    def __init__(
-        self,
-        files: CheckpointDirectory,
-        lock: WriterLock,
-        due: SaveSchedule,
-        rank_timeout_seconds: float,
-        settings: Mapping[str, Any],
-    ) -> None:
-        self.files = files
-        self.catalog = Catalog(files)
-        self.lock = lock
-        self.due = due
-        self.run_id: str | None = None
-        self.step = 0
-        self.saved: int | None = None
-        self.begun = False
-        self.half_restored = False
-        self.failed: tuple[int, str] | None = None
-        self.rollbacks: list[tuple[int, bool]] = []
-        self.left: set[int] = set()
-        self.closed = False
-        self._events = EventLog(files.path / "events.jsonl")
-        self._known: set[int] = set()  # steps in the directory that belong to this run
-        self._rank_timeout_seconds = rank_timeout_seconds
-        self._settings = settings
-        self._group: Group | None = None
-        self._agreed = False  # that all ranks were given the same settings
-        self._seen = False  # that the directory is one for all ranks
+    def __init__(self, schedule: SaveSchedule) -> None:
+        self._schedule = schedule
+        self._run_id: str | None = None
+        self._step = 0
+        self._saved_step: int | None = None
+        self._has_progress = False
+        self._refusal: Refusal | None = None
+        self._rollbacks: list[RollbackRecord] = []
+        self._known_steps: set[int] = set()
+        self._superseded_steps: set[int] = set()
+        self._is_mixture = False
+        self._is_closed = False
+
+    # -- position ----------------------------------------------------------------------------------------------------
 
     @property
-    def group(self) -> Group:
-        """The processes of this run. Making it is something that all of them do at once.
-
-        Raises:
-            GroupDestroyedError: There was one of several processes, and this process has destroyed it.
-            RanksDisagreeError: The managers of the ranks were made with different arguments.
-        """
-        if self._group is None or not self._group.current:
-            if self._group is not None and not in_group():
-                raise GroupDestroyedError(what="coming back to it", path=self.files.path)
-            self._group = group_of_this_process(self._rank_timeout_seconds)
-            self._seen = self._agreed = False
-        if not self._agreed:
-            if self._group.size > 1:
-                self._group.together("making managers", lambda: self._settings, same_on_all)
-            self._agreed = True
-        return self._group
-
-    def close(self) -> None:
-        """Give back lock and group."""
-        self.closed = True
-        self.lock.release()
-        self.files.settle()
-        if self._group is not None:
-            self._group.close()
+    def run_id(self) -> str | None:
+        """Name of the run; None before its first checkpoint."""
+        return self._run_id
 
     @property
-    def leads(self) -> bool:
-        """Whether this process writes what is written once."""
-        return self.group.leads if in_group() else self.has_led
+    def step(self) -> int:
+        """The last step that was saved, restored or ended; 0 at first."""
+        return self._step
 
     @property
-    def has_led(self) -> bool:
-        """Whether this process was the one, as far as it ever met the others; nobody is asked."""
-        return self._group is None or self._group.leads
+    def saved_step(self) -> int | None:
+        """The step of the newest checkpoint on this timeline; None before the first."""
+        return self._saved_step
 
-    def look_for(self, path: Path, of_rank_0: object = None) -> None:
-        """Wait until a path that rank 0 has made is seen here: some file systems show it late.
+    @property
+    def has_progress(self) -> bool:
+        """Whether a step was ended, saved or restored."""
+        return self._has_progress
+
+    @property
+    def refusal(self) -> Refusal | None:
+        """The step that was refused last and not passed since."""
+        return self._refusal
+
+    @property
+    def rollbacks(self) -> tuple[RollbackRecord, ...]:
+        """The rollbacks since the last new checkpoint."""
+        return tuple(self._rollbacks)
+
+    @property
+    def known_steps(self) -> Collection[int]:
+        """Steps whose checkpoints in the directory belong to this run."""
+        return self._known_steps
+
+    @property
+    def superseded_steps(self) -> Collection[int]:
+        """Known steps above the restored one: set aside before the next save."""
+        return self._superseded_steps
+
+    # -- changes -----------------------------------------------------------------------------------------------------
+
+    def end(self, step: int) -> None:
+        """Note that a step was trained."""
+        self._step = step
+        self._has_progress = True
+
+    def start_save(self, step: int) -> None:
+        """Note that a step is being written in the background: the next steps do not ask for it again."""
+        self._schedule.restart(step)
+        self.end(step)
+
+    def record(self, checkpoint: Checkpoint) -> None:
+        """Note a checkpoint that was committed. Interrupted, it can be called again."""
+        self._run_id = checkpoint.run_id
+        self._saved_step = checkpoint.step
+        self._step = max(self._step, checkpoint.step)  # written in the background, training may be further
+        self._has_progress = True
+        self._known_steps.add(checkpoint.step)
+        if self._refusal is not None and self._refusal.step <= checkpoint.step:
+            self._refusal = None
+        self._rollbacks.clear()
+        self._schedule.restart(checkpoint.step)
+
+    def refuse(self, step: int, why: str) -> None:
+        """Note that a step was not finite."""
+        self._refusal = Refusal(step, why)
+
+    def forget_refusal(self) -> None:
+        """Note that the caller went on after a refusal."""
+        self._refusal = None
+
+    def begin_restore(self) -> None:
+        """Note that objects are being changed: until `restored_to` they may be a mixture of two states."""
+        self._is_mixture = True
+
+    def restored_to(self, checkpoint: Checkpoint, known_steps: Collection[int]) -> None:
+        """Go on from a checkpoint that was restored whole.
 
         Args:
-            path: The path.
-            of_rank_0: What rank 0 calls its directory, when it is known.
-
-        Raises:
-            DirectoryNotSharedError: It is not seen in good time.
+            checkpoint: The checkpoint.
+            known_steps: Steps in the directory that belong to its run. Those above it are superseded.
         """
-        # Not as long as rank 0 waits for an answer, which then would not get to it.
-        most_seconds = min(_SEEN_SECONDS, self._rank_timeout_seconds / 2)
-        end = time.monotonic() + most_seconds
-        while not os.path.lexists(path):
-            if time.monotonic() > end:
-                raise DirectoryNotSharedError(
-                    directory=self.files.path,
-                    rank=self.group.rank,
-                    name=path.name,
-                    waited_seconds=most_seconds,
-                    of_rank_0=of_rank_0,
-                )
-            with contextlib.suppress(OSError):
-                self.files.steps()  # a listing makes NFS look again
-            time.sleep(_LOOKS_SECONDS)
+        self._run_id = checkpoint.run_id
+        self._step = self._saved_step = checkpoint.step
+        self._has_progress = True
+        self._known_steps = set(known_steps)
+        self._superseded_steps = {step for step in self._known_steps if step > checkpoint.step}
+        self._refusal = None
+        self._schedule.restart(checkpoint.step)
+        self._is_mixture = False
 
-    def refuse_unshared(self, what: str) -> None:
-        """Refuse a directory that is another one for other ranks: rank 0 marks it, and every rank looks for the mark.
+    def restored_in_part(self) -> None:
+        """Note that some components were restored: the run stands where it stood."""
+        self._is_mixture = False
 
-        Done once. Called by all ranks at once.
-        """
-        if self._seen or self.group.size == 1:
-            return
+    def rolled_back(self, failed_step: int, *, changed: bool) -> None:
+        """Note a rollback from a failing step."""
+        self._rollbacks.append(RollbackRecord(failed_step, changed))
 
-        def marked() -> tuple[str | None, str]:
-            return self.lock.mark() if self.leads else None, str(self.files.path)
+    def set_aside(self) -> None:
+        """Note that the superseded checkpoints were renamed."""
+        self._known_steps -= self._superseded_steps
+        self._superseded_steps = set()
 
-        mark, place = self.group.together(what, marked, lambda marks: marks[0])
-        try:
-            self.group.together(what, lambda: self.look_for(self.files.path / mark, place) if mark else None)
-            self._seen = True
-        finally:
-            if self.leads and mark:
-                self.lock.unmark(mark)
+    def close(self) -> None:
+        """Note that the manager is closed."""
+        self._is_closed = True
+
+    # -- checks ------------------------------------------------------------------------------------------------------
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the schedule asks for a save at this step."""
+        return self._schedule.is_due(step)
+
+    @property
+    def due_by_count(self) -> bool:
+        """Whether saves are due by the number of steps alone, which every rank knows by itself."""
+        return self._schedule.by_count
 
     def refuse_closed(self) -> None:
         """Refuse to go on after `close`."""
-        if self.closed:
+        if self._is_closed:
             raise ValueError("this manager is closed; build a new one and restore() to go on")
 
     def refuse_mixture(self) -> None:
         """Refuse to go on after a restore that stopped half-way."""
-        if self.half_restored:
+        if self._is_mixture:
             raise ValueError(
                 "the last restore stopped half-way, by an interrupt or an error in a component's load_state_dict: the "
                 "objects may be a mixture of two states; call restore() or rollback() again before going on"
             )
 
-    def next_step(self, step: int) -> int:
-        """Return a step that may be saved now."""
-        step = checked_step(step)
+    def check_save(self, step: int, path: Path) -> None:
+        """Check that a step may be saved now, under this path.
+
+        Raises:
+            StepExistsError: It is the step of the newest checkpoint.
+            ValueError: It is lower than one that was saved, restored or ended, or the objects are a mixture.
+        """
         self.refuse_closed()
         self.refuse_mixture()
-        if step == self.saved:
-            raise StepExistsError(step=step, path=self.files.path_of(step))
-        if step < self.step or (self.saved is not None and step < self.saved):
-            raise ValueError(f"step {step} is lower than step {self.step}; steps count completed optimizer steps")
-        return step
+        if step == self._saved_step:
+            raise StepExistsError(step=step, path=path)
+        if step < self._step or (self._saved_step is not None and step < self._saved_step):
+            raise ValueError(f"step {step} is lower than step {self._step}; steps count completed optimizer steps")
 
-    def enter_directory(self) -> None:
-        """Take the directory for writing: create it, hold its lock, find only this run's files in it."""
-        if not self.lock.held:
-            self._refuse_strangers()  # before the lock, so that a wrong directory is left without a trace
-            self.files.create()
-            self.lock.acquire()
-            try:
-                self._refuse_strangers()  # another writer may have had it meanwhile
-                self.files.sweep()
-            except BaseException:
-                self.lock.release()
-                raise
-        try:
-            self.lock.check()
-        except DirectoryLockedError:
-            self.lock.release()  # it protects nothing any more; the next save takes the lock that others see
-            raise
-        self._refuse_strangers()
-        if self.left:
-            paths = self.files.set_aside(self.left)
-            self.event("set_aside", self.saved, files=[path.name for path in paths])
-            self._known -= self.left
-            self.left = set()
+    def check_end(self, step: int) -> None:
+        """Check that a step may end now.
 
-    def _strangers(self) -> list[int]:
-        return [step for step in self.files.steps() if step not in self._known]
-
-    def _refuse_strangers(self) -> None:
-        strangers = self._strangers()
-        if strangers:
-            raise DirectoryInUseError(directory=self.files.path, steps=strangers)
-
-    def committed(self, checkpoint: Checkpoint) -> None:
-        """Note a new checkpoint; memory is updated after the disk. Interrupted, it can be called again."""
-        self.run_id = checkpoint.run_id
-        self.saved = checkpoint.step
-        self.step = max(self.step, checkpoint.step)  # written in the background, training may be further
-        self.begun = True
-        self._known.add(checkpoint.step)
-        self.catalog.judged(checkpoint.step)
-        if self.failed is not None and self.failed[0] <= checkpoint.step:
-            self.failed = None
-        self.rollbacks.clear()
-        self.due.saved(checkpoint.step)
-
-    def note_saved(self, checkpoint: Checkpoint) -> None:
-        """Tell the history of a new checkpoint."""
-        self.event("saved", checkpoint.step, loss=checkpoint.loss, size_bytes=checkpoint.size_bytes)
-
-    def adopt(self, checkpoint: Checkpoint, there: Collection[int]) -> None:
-        """Go on from a checkpoint: the directory's files are this run's, those above the checkpoint will make way.
-
-        Args:
-            checkpoint: The one that was restored.
-            there: The steps before it was looked for. A higher one that came meanwhile is another writer's newest.
+        Raises:
+            ValueError: It is not higher than the last one, or the objects are a mixture.
         """
-        self.run_id = checkpoint.run_id
-        self.step = self.saved = checkpoint.step
-        self.begun = True
-        listed = self.files.steps() if self.leads else ()  # the others write nothing
-        self._known = {step for step in listed if step <= checkpoint.step or step in there}
-        self.left = {step for step in self._known if step > checkpoint.step}
-        self.failed = None
-        self.due.saved(checkpoint.step)
-
-    def event(self, kind: str, step: int | None, **data: Any) -> None:
-        """Append to the history of this run; a directory that is not there yet, or not writable, has none."""
-        if not self.leads:
-            return
-        mine = self.saved is not None or not self._strangers()
-        if mine and os.access(self.files.path, os.W_OK):
-            self._events.append(kind, step=step, **data)
+        self.refuse_closed()
+        self.refuse_mixture()
+        if step <= self._step and self._has_progress:
+            raise ValueError(f"step {step} is not higher than step {self._step}, the last one ended, saved or restored")

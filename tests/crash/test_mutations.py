@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from safeckpt.run import Timeline
+from safeckpt.run import RunDirectory, Timeline
 from safeckpt.run.background import BackgroundWriter
 from safeckpt.run.catalog import Catalog
 from safeckpt.run.pruning import Pruning
@@ -204,13 +204,13 @@ def _list_once() -> None:
 
 
 def _take_strangers_for_own() -> None:
-    Timeline._refuse_strangers = lambda self: None  # type: ignore[method-assign]
-    adopt = Timeline.adopt
+    RunDirectory._refuse_unknown_steps = lambda self: None  # type: ignore[method-assign]
+    restored_to = Timeline.restored_to
 
-    def all_of_them(self: Any, checkpoint: Any, there: Any) -> None:
-        adopt(self, checkpoint, range(1 << 30))
+    def all_of_them(self: Any, checkpoint: Any, known_steps: Any) -> None:
+        restored_to(self, checkpoint, range(checkpoint.step + 10_000))
 
-    Timeline.adopt = all_of_them  # type: ignore[method-assign]
+    Timeline.restored_to = all_of_them  # type: ignore[method-assign]
 
 
 def _prune_nothing() -> None:

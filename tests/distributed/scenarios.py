@@ -113,7 +113,7 @@ def nan_loss_on_one_rank_at_a_step(path: Path, kind: Kind) -> Any:
     """The rank with the bad loss goes on with the others until all of them meet, and then all refuse that step."""
     run = Run(kind)
     run.bad = (1, 5)
-    with manager_of(run, path, save_every=4, agree_every=7) as manager:
+    with manager_of(run, path, save_every=4, ranks=safeckpt.Ranks(agree_every=7)) as manager:
         found = outcome(lambda: run.train(manager, 20))
         at = run.scheduler.last_epoch
         batches = run.loader.last_batches(99)
@@ -179,7 +179,7 @@ def drifted_replica(path: Path, kind: Kind) -> Any:
             with torch.no_grad():
                 run.model.module.head.bias[0] += 1e-3
         found = caught(lambda: manager.save(4))
-    with manager_of(run, path, on_replica_drift="error") as manager:
+    with manager_of(run, path, ranks=safeckpt.Ranks(on_drift="error")) as manager:
         manager.restore(step=4)
         clean = caught(lambda: manager.save(5))
         if rank() == 1:
@@ -205,14 +205,14 @@ def file_that_one_rank_cannot_read(path: Path, kind: Kind) -> Any:
         manager.save(2)
     again = Run(kind)
     with manager_of(again, path) as manager:
-        real = manager._run.catalog.opened
+        real = manager._run.directory.catalog.open_step
 
-        def opened(where: Path, step: int, *more: int) -> Any:
+        def opened(step: int, **part: int) -> Any:
             if rank() == 1 and step == 2:
-                raise safeckpt.DamagedCheckpointError(path=where, reason="it is not what was written")
-            return real(where, step, *more)
+                raise safeckpt.DamagedCheckpointError(path=path, reason="it is not what was written")
+            return real(step, **part)
 
-        manager._run.catalog.opened = opened  # type: ignore[method-assign]
+        manager._run.directory.catalog.open_step = opened  # type: ignore[method-assign]
         found = caught(manager.restore)
         return found, outcome(lambda: manager.restore(step=2)), manager.step
 
@@ -221,7 +221,7 @@ def file_that_one_rank_cannot_read(path: Path, kind: Kind) -> Any:
 def directory_of_each_rank(path: Path, kind: Kind) -> Any:
     run = Run(kind)
     mine = path / f"node-{rank()}"
-    with manager_of(run, mine, rank_timeout_seconds=6.0) as manager:
+    with manager_of(run, mine, ranks=safeckpt.Ranks(timeout_seconds=6.0)) as manager:
         found = outcome(lambda: manager.save(1))
         names = sorted(one.name for one in mine.iterdir() if one.name.startswith("step")) if mine.is_dir() else []
         return found, names
@@ -245,7 +245,7 @@ def rename_that_is_seen_late(path: Path, kind: Kind) -> Any:
 @scenario
 def signal_to_one_rank(path: Path, kind: Kind) -> Any:
     run = Run(kind)
-    with manager_of(run, path, stop_signals=(signal.SIGUSR1,), agree_every=3) as manager:
+    with manager_of(run, path, stop_signals=(signal.SIGUSR1,), ranks=safeckpt.Ranks(agree_every=3)) as manager:
         saved = []
         for number in range(1, 30):
             if number == 4 and rank() == 1:

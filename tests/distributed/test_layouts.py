@@ -55,7 +55,9 @@ def of(seen: list[dict[str, Any]], name: str) -> list[Any]:
 
 
 def manager(path: Path, components: dict[str, Any], **options: Any) -> safeckpt.CheckpointManager:
-    return safeckpt.CheckpointManager(path, components, rank_timeout_seconds=20.0, lock_timeout_seconds=5.0, **options)
+    return safeckpt.CheckpointManager(
+        path, components, lock_timeout_seconds=5.0, **{"ranks": safeckpt.Ranks(20.0), **options}
+    )
 
 
 def net(kind: str = "fsdp", mesh: Any = None, seed: int = 0) -> nn.Module:
@@ -158,7 +160,7 @@ def copies_that_only_a_place_tells_apart(path: Path) -> Any:
     torch.manual_seed(0)
     model = nn.Linear(4096, 64)
     optimizer = torch.optim.SGD(model.parameters())
-    with manager(path, {"model": model, "optimizer": optimizer}, on_replica_drift="error") as one:
+    with manager(path, {"model": model, "optimizer": optimizer}, ranks=safeckpt.Ranks(20.0, on_drift="error")) as one:
         one.save(1)
         for step, (name, harm) in enumerate(DRIFTS.items(), 2):
             before = model.weight.detach().clone()
@@ -208,7 +210,7 @@ def copies_never_equal(path: Path) -> Any:
     parts = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
     with manager(path / "warn", parts) as one:
         found = outcome(lambda: one.save(1))
-    with manager(path / "ignore", parts, on_replica_drift="ignore") as one:
+    with manager(path / "ignore", parts, ranks=safeckpt.Ranks(20.0, on_drift="ignore")) as one:
         return found, outcome(lambda: one.save(1))
 
 
@@ -746,7 +748,7 @@ def test_no_rank_captures_by_itself(seen: list[dict[str, Any]]) -> None:
 def error_after_the_commit(path: Path) -> Any:
     model = net("ddp")
     parts = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
-    with manager(path, parts, save_every=2, agree_every=100) as one:
+    with manager(path, parts, save_every=2, ranks=safeckpt.Ranks(20.0, agree_every=100)) as one:
         for step in (1, 2, 3):
             one.end_step(step, loss=1.0)
         pruning = one._saver._pruning
@@ -759,7 +761,7 @@ def error_after_the_commit(path: Path) -> Any:
             pruning.prune = harmed  # type: ignore[method-assign]
         found = outcome(lambda: one.end_step(4, loss=1.0))
         pruning.prune = real  # type: ignore[method-assign]
-        state = one._run.saved, one.step
+        state = one._run.timeline.saved_step, one.step
         rest = [outcome(lambda step=step: one.end_step(step, loss=1.0)) for step in (5, 6)]
     return found, state, rest
 
@@ -776,7 +778,7 @@ def test_ranks_stay_in_step_after_an_error_behind_the_commit(seen: list[dict[str
 def refusals_and_what_comes_after(path: Path) -> Any:
     model = net("ddp")
     parts = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
-    one = manager(path, parts, agree_every=10)
+    one = manager(path, parts, ranks=safeckpt.Ranks(20.0, agree_every=10))
     one.save(1)
     for step in range(2, 8):
         one.end_step(step, loss=float("nan") if rank() == 1 and step == 5 else 1.0)

@@ -22,7 +22,7 @@ def _save_and_die(path: Path, kind: Kind, victim: int, options: dict[str, Any], 
     """Save two steps; in the third save one rank dies at an operation of the store, or hangs."""
     run = Run(kind)
     number, when, where = fault
-    manager = manager_of(run, path / "run", rank_timeout_seconds=3.0 if where == "hang" else 60.0, **options)
+    manager = manager_of(run, path / "run", ranks=safeckpt.Ranks(3.0 if where == "hang" else 60.0), **options)
     run.train(manager, 2)
     manager.save(2)
     run.train(manager, 3)
@@ -112,7 +112,7 @@ def test_lost_rank_leaves_the_checkpoint_before(tmp_path: Path, case: Case) -> N
 
 def _never_comes(path: Path) -> Any:
     run = Run("ddp")
-    manager = manager_of(run, path / "run", rank_timeout_seconds=1.0)
+    manager = manager_of(run, path / "run", ranks=safeckpt.Ranks(1.0))
     if torch.distributed.get_rank() == 1:
         time.sleep(14)
         return None

@@ -92,7 +92,7 @@ def _failed(path: Path, kind: Kind, number: int) -> list[Any]:
         step = 2
         for victim, most in enumerate(counts):
             for operation in range(1, most + 1):
-                before, step = manager._run.saved, step + 1
+                before, step = manager._run.timeline.saved_step, step + 1
                 fault = Fault(operation, number)
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # of what could not be deleted

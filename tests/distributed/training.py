@@ -157,7 +157,7 @@ def whole(tensor: Any) -> torch.Tensor:
 
 def manager_of(run: Run, path: Path, **options: Any) -> safeckpt.CheckpointManager:
     return safeckpt.CheckpointManager(
-        path, run.components, **{"lock_timeout_seconds": 5.0, "rank_timeout_seconds": 20.0, **options}
+        path, run.components, **{"lock_timeout_seconds": 5.0, "ranks": safeckpt.Ranks(20.0), **options}
     )
 
 

@@ -94,7 +94,7 @@ def locked(path: Path) -> None:
         one.restore()
         other.restore()
         one.save(2)
-        other._run._known.add(2)  # it had seen the step
+        other._run.timeline._known_steps.add(2)  # it had seen the step
         other.save(3)
 
 

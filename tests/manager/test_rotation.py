@@ -149,7 +149,7 @@ def test_files_are_not_read_again_to_be_kept(tmp_path: Path, monkeypatch: pytest
         manager.restore()
         for step in range(4, 12):
             manager.save(step)
-    assert sorted(read) == ["step-00000001.pt", "step-00000002.pt", "step-00000003.pt", "step-00000003.pt"]
+    assert sorted(read) == ["step-00000001.pt", "step-00000002.pt", "step-00000003.pt"]
 
 
 def test_foreign_files_are_never_touched(tmp_path: Path) -> None:

@@ -181,13 +181,13 @@ def test_writer_that_finds_another_runs_files_after_waiting_lets_go(tmp_path: Pa
     """Where the first writer's files appear while a second one waits, the second is refused and holds no lock."""
     run = Marked()
     with manager_of(tmp_path, run) as manager:
-        real = manager._run.lock.acquire
+        real = manager._run.directory.lock.acquire
 
         def acquire() -> None:  # the other writer saves and closes in the moment before this one gets the lock
             save_steps(tmp_path, 1)
             real()
 
-        manager._run.lock.acquire = acquire  # type: ignore[method-assign]
+        manager._run.directory.lock.acquire = acquire  # type: ignore[method-assign]
         with pytest.raises(safeckpt.DirectoryInUseError):
             manager.save(1)
         with manager_of(tmp_path, Marked()) as third:

@@ -140,8 +140,8 @@ def test_copy_shares_no_memory_with_live_tensors(tmp_path: Path) -> None:
     }
     with manager_of(tmp_path, run, async_save=True) as manager:
         manager.save(2)
-        assert manager._saver.copied is not None
-        copies = [tensor for _, tensor in named_tensors(manager._saver.copied[1])]
+        assert manager._saver._memory is not None
+        copies = [tensor for _, tensor in named_tensors(manager._saver._memory[1])]
         assert len(copies) >= len(live)
         assert live.isdisjoint(tensor.untyped_storage().data_ptr() for tensor in copies)
 
@@ -188,8 +188,8 @@ def test_second_save_into_the_same_memory_allocates_none(tmp_path: Path) -> None
         for step in (1, 2):
             run.fill(step)
             manager.save(step)
-            assert manager._saver.copied is not None
-            places.append([tensor.data_ptr() for _, tensor in named_tensors(manager._saver.copied[1]["large"])])
+            assert manager._saver._memory is not None
+            places.append([tensor.data_ptr() for _, tensor in named_tensors(manager._saver._memory[1]["large"])])
     assert places[0] == places[1]
 
 
@@ -219,7 +219,7 @@ def test_failure_in_the_background_is_logged_at_once_and_raised_by_the_next_call
     fault = Fault(1, errno.EIO, {"sync"})
     with intercept(fault), caplog.at_level(logging.ERROR, "safeckpt"):
         manager.save(3)
-        manager._saver.writer._thread.join()  # type: ignore[union-attr]  # there is one
+        manager._saver._background._thread.join()  # type: ignore[union-attr]  # there is one
         assert "the save of step 3 failed in the background" in caplog.text
         with pytest.raises(OSError, match="Input/output error") as caught:
             call(manager)
@@ -434,8 +434,8 @@ def test_interrupt_in_the_writing_thread_is_raised_by_the_next_call(tmp_path: Pa
             fault = Interrupt(number, "before", {"create", "claim", "write", "sync", "replace"})
             with intercept(fault):
                 manager.save(2)
-                if manager._saver.writer._thread is not None:
-                    manager._saver.writer._thread.join()
+                if manager._saver._background._thread is not None:
+                    manager._saver._background._thread.join()
             if fault.fired is None:
                 assert number > 6
                 return
@@ -536,13 +536,13 @@ def test_rollback_from_memory_equals_rollback_from_disk(tmp_path: Path) -> None:
         tail = run.steps(4)
         for source in ("memory", "disk", "memory"):
             if source == "disk":
-                kept, manager._saver.copied = manager._saver.copied, None
+                kept, manager._saver._memory = manager._saver._memory, None
             manager.rollback(changed=True)
             assert events_in(tmp_path, "rolled_back")[-1]["source"] == source
             assert run.state == expected
             assert run.steps(4) == tail
             if source == "disk":
-                manager._saver.copied = kept
+                manager._saver._memory = kept
 
 
 def test_copy_in_memory_survives_training_after_a_rollback_from_it(tmp_path: Path) -> None:

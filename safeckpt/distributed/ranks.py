@@ -1,0 +1,39 @@
+"""What a caller says about the processes of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from safeckpt.system.arguments import checked_choice, checked_int, checked_number
+
+__all__ = ["DriftPolicy", "Ranks"]
+
+DriftPolicy = Literal["warn", "error", "ignore"]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """How a manager acts with the other processes of a run. Without a process group none of it is used.
+
+    Attributes:
+        timeout_seconds: How long to wait for a process that does not answer. A process that writes or checks a file
+            does not answer, so this has to be longer than that takes. One that has died is noticed at once.
+        on_drift: What to do when the ranks' copies of what they train together are no longer equal: `"warn"` for a
+            `ReplicaDriftWarning`, `"error"` for a `ReplicaDriftError`, `"ignore"`. With `"warn"`, too, copies that
+            differ at the first save of a run are an error: nothing is lost yet.
+        agree_every: The ranks agree on losses, signals and clocks at least every so many steps.
+
+    Raises:
+        TypeError: A value is of a kind that is not accepted.
+        ValueError: A value is out of range.
+    """
+
+    timeout_seconds: float = 600.0
+    on_drift: DriftPolicy = "warn"
+    agree_every: int = 10
+
+    def __post_init__(self) -> None:
+        checked_number("Ranks: timeout_seconds", self.timeout_seconds, positive=True)
+        checked_choice("Ranks: on_drift", self.on_drift, get_args(DriftPolicy))
+        checked_int("Ranks: agree_every", self.agree_every, least=1)

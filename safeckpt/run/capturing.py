@@ -1,0 +1,196 @@
+"""Capturing one rank's part of a checkpoint, and refusing what is not finite."""
+
+from __future__ import annotations
+
+import datetime as dt
+import secrets
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from safeckpt.distributed import ShardTensors, digests_of, extract_shards, is_sharded
+from safeckpt.errors import NonFiniteError
+from safeckpt.file import encode
+from safeckpt.run.arguments import checked_metrics, checked_step
+from safeckpt.run.catalog import Checkpoint
+from safeckpt.run.run import Run
+from safeckpt.state import (
+    Baseline,
+    Gradients,
+    Guard,
+    Verdict,
+    capture,
+    refuse_unreduced,
+)
+from safeckpt.state.loss import Loss
+
+__all__ = ["Capturer", "Draft"]
+
+
+@dataclass
+class Draft:
+    """One rank's part of a checkpoint, captured and guarded; its tensors alias the live ones.
+
+    Attributes:
+        checkpoint: The checkpoint to be.
+        captured: The payload as it was captured.
+        payload: The payload as it is written: encoded, with place holders for the shards.
+        shards: The tensors behind the place holders that this rank writes.
+        is_sharded: Whether the checkpoint is a directory.
+        guard: What the guard let pass, for the header.
+        digests: What the ranks are compared by; empty for a process by itself.
+    """
+
+    checkpoint: Checkpoint
+    captured: dict[str, Any]
+    payload: Any
+    shards: ShardTensors
+    is_sharded: bool
+    guard: dict[str, Any]
+    digests: dict[str, str]
+
+
+class Capturer:
+    """Captures the state of this process, and refuses a loss or a state that is not finite.
+
+    Args:
+        run: The run.
+        guard: What has to be finite.
+        grads: Which gradients are part of the state; see `CheckpointManager`.
+    """
+
+    def __init__(self, run: Run, guard: Guard, grads: bool | None) -> None:
+        self._run = run
+        self._guard = guard
+        self._grads = grads
+        self._baseline = Baseline(run.components)
+        self._gradients = Gradients(run.components)
+        components = run.components.items()
+        self._loaders = [component.obj for _, component in components if hasattr(component.obj, "expect_end_step")]
+        for loader in self._loaders:
+            loader.expect_end_step()
+
+    def capture(self, step: int, loss: Loss, metrics: Mapping[str, Any] | None) -> Draft:
+        """Return what this process has to save for a step.
+
+        Raises:
+            NonFiniteError: The loss or a guarded tensor is not finite; the refusal is noted.
+            UnsavableStateError: A value could not be loaded again.
+            StepExistsError: The step is the newest one on disk.
+            ValueError: The step is too low, or the objects are a mixture of two states.
+        """
+        with torch.inference_mode(mode=False):  # in which tensors have no versions, and DTensors no parts
+            return self._capture(step, loss, metrics)
+
+    def _capture(self, step: int, loss: Loss, metrics: Mapping[str, Any] | None) -> Draft:
+        run, files = self._run, self._run.directory.files
+        step = checked_step(step)
+        run.timeline.check_save(step, files.path_of(step))
+        metrics = checked_metrics(metrics)
+        gradients = self._gradients_of(step)
+        snapshot = capture(run.components, gradients=gradients)
+        verdict = self._baseline.judge(snapshot.parts, self._guard)
+        verdict.bad.extend(self._gradients.judge(gradients, self._guard))
+        if loss.nonfinite is not None or verdict.bad:
+            raise self._refusal(step, loss, verdict)
+        sharded = is_sharded(snapshot.payload)
+        shards: ShardTensors = {}
+        payload = snapshot.payload
+        if sharded:
+            payload, shards = extract_shards(payload, is_rank_zero=run.is_rank_zero)
+        checkpoint = Checkpoint(
+            step=step,
+            path=files.folder_of(step) if sharded else files.path_of(step),
+            loss=loss.floats,
+            metrics=metrics,
+            created_at=dt.datetime.now(dt.UTC),
+            size_bytes=0,
+            run_id=run.timeline.run_id or secrets.token_hex(8),  # the system's entropy: no random stream is touched
+        )
+        return Draft(
+            checkpoint,
+            captured=snapshot.payload,
+            payload=encode(payload, root="payload"),
+            shards=shards,
+            is_sharded=sharded,
+            guard=verdict.record(self._guard),
+            digests=digests_of(snapshot.payload) if run.group.size > 1 else {},
+        )
+
+    def refuse_loss(self, step: int, loss: Loss) -> None:
+        """Refuse a loss that is not finite.
+
+        Raises:
+            NonFiniteError: It is not; the refusal is noted.
+        """
+        if loss.nonfinite is not None:
+            raise self._refusal(step, loss, Verdict([], []))
+
+    def close(self) -> None:
+        """Let go of the optimizers that are watched."""
+        self._gradients.close()
+
+    def end_loader_step(self, step: int | None) -> None:
+        """Let the loaders know which of their batches belong to the steps that have ended.
+
+        Args:
+            step: The step that ends; None between two micro-steps.
+        """
+        for loader in self._loaders:
+            loader.end_step(step)
+
+    def _gradients_of(self, step: int) -> Mapping[str, torch.Tensor]:
+        """Return the gradients to save with a step, and let the loaders know which of their batches belong to it."""
+        timeline = self._run.timeline
+        gradients = self._captured_gradients()
+        if step > timeline.step or not timeline.has_progress:
+            self.end_loader_step(step)
+        elif sys.exception() is not None and any(loader.since_step for loader in self._loaders):
+            return {}  # an interrupted step: its batches come again, and their gradients with them
+        elif gradients:
+            self.end_loader_step(None)  # between two micro-steps: the batches of these gradients are behind
+        return gradients
+
+    def _captured_gradients(self) -> Mapping[str, torch.Tensor]:
+        if self._grads is False:
+            return {}
+        refuse_unreduced(self._run.components)
+        return self._gradients.pending() if self._grads is None else self._gradients.all()
+
+    def _refusal(self, step: int, loss: Loss, verdict: Verdict) -> NonFiniteError:
+        """Note a refusal and return the error to raise."""
+        names = [tensor.name for tensor in verdict.bad]
+        bad_loss = loss.nonfinite
+        found = ([] if bad_loss is None else [f"loss = {bad_loss}"]) + [str(tensor) for tensor in verdict.bad[:1]]
+        self._run.timeline.refuse(step, "; ".join(found))
+        self._run.directory.add_event("refused", step, loss=bad_loss, tensors=names[:20], tensors_total=len(names))
+        good, next_step = self._way_out()
+        return NonFiniteError(
+            step=step,
+            loss=None if bad_loss is None else loss.numbers,
+            loss_text=bad_loss,
+            tensors=verdict.bad,
+            good=good,
+            next_step=next_step,
+            path=self._run.directory.path,
+        )
+
+    def _way_out(self) -> tuple[str, str]:
+        """Return what is still safe after a refusal, and what to call."""
+        saved = self._run.timeline.saved_step
+        if saved is None:
+            return (
+                "nothing was written; this run has no checkpoint yet.",
+                "stop, and start again from a lower learning rate or cleaner data.",
+            )
+        if any(hasattr(component.obj, "leave_out") for component in self._run.components.values()):
+            call = f"manager.rollback(skip_batches=1) goes back to step {saved} without the last batch."
+        else:
+            call = (
+                f"manager.rollback(changed=True) goes back to step {saved}; change what led here (the batch, "
+                "the learning rate) before you go on, since an exact replay fails again."
+            )
+        return f"nothing was written or rotated; step {saved} is in {self._run.directory.files.path_of(saved)}.", call

@@ -1,0 +1,50 @@
+"""What saving, restoring and rolling back share: one run in one directory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from safeckpt.distributed import Group
+from safeckpt.run.membership import Membership
+from safeckpt.run.replay import Replay
+from safeckpt.run.run_directory import RunDirectory
+from safeckpt.run.timeline import Timeline
+from safeckpt.state import Component
+
+__all__ = ["Run"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run in one directory.
+
+    Attributes:
+        components: The live objects, by name.
+        timeline: Where the run stands.
+        directory: Where its checkpoints are.
+        membership: The processes that train it.
+        replay: The record of its losses.
+    """
+
+    components: Mapping[str, Component]
+    timeline: Timeline
+    directory: RunDirectory
+    membership: Membership
+    replay: Replay
+
+    @property
+    def group(self) -> Group:
+        """The processes of this run; see `Membership.group`."""
+        return self.membership.group
+
+    @property
+    def is_rank_zero(self) -> bool:
+        """Whether this process writes what is written once."""
+        return self.membership.is_rank_zero
+
+    def close(self) -> None:
+        """Give back the lock of the directory and the connections of the group."""
+        self.timeline.close()
+        self.directory.close()
+        self.membership.close()

@@ -1,0 +1,157 @@
+"""The directory of one run: the right to write into it, which checkpoints in it are this run's, and its history."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from safeckpt.distributed import Group, first_answer
+from safeckpt.errors import DirectoryInUseError, DirectoryLockedError, DirectoryNotSharedError
+from safeckpt.run.catalog import Catalog, Checkpoint
+from safeckpt.run.membership import Membership
+from safeckpt.run.timeline import Timeline
+from safeckpt.store import CheckpointDirectory, EventLog, WriterLock
+
+__all__ = ["RunDirectory"]
+
+_SEEN_SECONDS = 60.0  # NFS shows a new name after the 60 seconds of its acdirmax at the latest, nfs(5)
+_LOOKS_SECONDS = 0.05
+
+
+class RunDirectory:
+    """A directory as one run uses it. Of several processes only rank 0 writes, holds the lock and keeps the history.
+
+    Args:
+        files: The directory.
+        lock: The right to write.
+        timeline: Where the run stands.
+        membership: The processes of the run.
+
+    Attributes:
+        files: The directory.
+        lock: The right to write.
+        catalog: Its checkpoints.
+    """
+
+    def __init__(
+        self, files: CheckpointDirectory, lock: WriterLock, timeline: Timeline, membership: Membership
+    ) -> None:
+        self.files = files
+        self.lock = lock
+        self.catalog = Catalog(files)
+        self._timeline = timeline
+        self._membership = membership
+        self._events = EventLog(files.path / "events.jsonl")
+        self._shared_by: Group | None = None  # the ranks that are known to see one directory
+
+    @property
+    def path(self) -> Path:
+        """The absolute path."""
+        return self.files.path
+
+    def enter(self) -> None:
+        """Take the directory for writing: create it, lock it, find only this run's checkpoints, set aside the newer.
+
+        Raises:
+            DirectoryInUseError: It holds checkpoints that this manager did not restore from.
+            DirectoryLockedError: Another writer holds it.
+            OSError: It cannot be made.
+        """
+        if not self.lock.held:
+            self._refuse_unknown_steps()  # before the lock, so that a wrong directory is left without a trace
+            self.files.create()
+            self.lock.acquire()
+            try:
+                self._refuse_unknown_steps()  # another writer may have had it meanwhile
+                self.files.sweep()
+            except BaseException:
+                self.lock.release()
+                raise
+        try:
+            self.lock.check()
+        except DirectoryLockedError:
+            self.lock.release()  # it protects nothing any more; the next save takes the lock that others see
+            raise
+        self._refuse_unknown_steps()
+        superseded = self._timeline.superseded_steps
+        if superseded:
+            paths = self.files.set_aside(superseded)
+            self.add_event("set_aside", self._timeline.saved_step, files=[path.name for path in paths])
+            self._timeline.set_aside()
+
+    def unknown_steps(self) -> list[int]:
+        """Return the steps of checkpoints in the directory that are not this run's, ascending."""
+        return [step for step in self.files.steps() if step not in self._timeline.known_steps]
+
+    def _refuse_unknown_steps(self) -> None:
+        unknown = self.unknown_steps()
+        if unknown:
+            raise DirectoryInUseError(directory=self.path, steps=unknown)
+
+    def add_event(self, kind: str, step: int | None, **data: Any) -> None:
+        """Append to the history of this run; a directory that is missing or not writable has none."""
+        if not self._membership.is_rank_zero:
+            return
+        is_own = self._timeline.saved_step is not None or not self.unknown_steps()
+        if is_own and os.access(self.path, os.W_OK):
+            self._events.append(kind, step=step, **data)
+
+    def add_saved_event(self, checkpoint: Checkpoint) -> None:
+        """Append that a checkpoint was saved."""
+        self.add_event("saved", checkpoint.step, loss=checkpoint.loss, size_bytes=checkpoint.size_bytes)
+
+    def wait_for(self, path: Path, path_of_rank_zero: str | None = None) -> None:
+        """Wait until a path that rank 0 has made is seen here: some file systems show it late.
+
+        Raises:
+            DirectoryNotSharedError: It is not seen in time.
+        """
+        # Not as long as rank 0 waits for an answer, which then would not get to it.
+        most_seconds = min(_SEEN_SECONDS, self._membership.ranks.timeout_seconds / 2)
+        end = time.monotonic() + most_seconds
+        while not os.path.lexists(path):
+            if time.monotonic() > end:
+                raise DirectoryNotSharedError(
+                    directory=self.path,
+                    rank=self._membership.group.rank,
+                    name=path.name,
+                    waited_seconds=most_seconds,
+                    of_rank_0=path_of_rank_zero,
+                )
+            with contextlib.suppress(OSError):
+                self.files.steps()  # a listing makes NFS look again
+            time.sleep(_LOOKS_SECONDS)
+
+    def refuse_unshared(self, what: str) -> None:
+        """Refuse a directory that is not the same for all ranks: rank 0 marks it, and every rank looks for the mark.
+
+        Done once for a group. Called by all ranks at once.
+
+        Raises:
+            DirectoryNotSharedError: A rank does not see the mark.
+        """
+        group = self._membership.group
+        if self._shared_by is group or group.size == 1:
+            return
+        mark: str | None = None
+        try:
+            with group.section(what, first_answer) as section:
+                if group.is_rank_zero:
+                    mark = self.lock.mark()
+                    section.answer = (mark, str(self.path))
+            name, path_of_rank_zero = section.result
+            with group.section(what):
+                if name is not None:
+                    self.wait_for(self.path / name, path_of_rank_zero)
+        finally:
+            if mark is not None:
+                self.lock.unmark(mark)
+        self._shared_by = group
+
+    def close(self) -> None:
+        """Give back the lock, and wait for deletions that are still going on."""
+        self.lock.release()
+        self.files.settle()

@@ -1,0 +1,166 @@
+"""The end of every step: guard the loss, record it, and save when a checkpoint is due.
+
+Several processes do not stand still at each step. A rank that refuses a loss goes on with the others to the next
+agreement, where all ranks raise the refusal: alone, it would leave them waiting in their next collective.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from safeckpt.distributed import Group, in_group
+from safeckpt.errors import NonFiniteError, ReplayMismatchError, ReplayMismatchWarning
+from safeckpt.run.arguments import checked_metrics, checked_step
+from safeckpt.run.capturing import Capturer
+from safeckpt.run.catalog import Checkpoint
+from safeckpt.run.run import Run
+from safeckpt.run.saving import Saver
+from safeckpt.state.loss import Loss
+
+__all__ = ["Steps"]
+
+
+class _Due(NamedTuple):
+    """One rank's answer at the end of a step.
+
+    Attributes:
+        refused_step: The step that this rank has refused since the last agreement.
+        is_due: Whether its clock or count asks for a save.
+        stop_requested: Whether it was asked to stop.
+    """
+
+    refused_step: int | None
+    is_due: bool
+    stop_requested: bool
+
+
+class _Agreed(NamedTuple):
+    """The decision of all ranks: who refused the earliest step, if anybody; else what to do."""
+
+    refusing_rank: int | None
+    is_due: bool
+    stop_requested: bool
+
+
+def _agree(answers: list[_Due]) -> _Agreed:
+    refused = [(answer.refused_step, rank) for rank, answer in enumerate(answers) if answer.refused_step is not None]
+    return _Agreed(
+        refusing_rank=min(refused)[1] if refused else None,
+        is_due=answers[0].is_due,
+        stop_requested=any(answer.stop_requested for answer in answers),
+    )
+
+
+class Steps:
+    """Ends the steps of a run; `CheckpointManager.end_step` says what it promises.
+
+    Args:
+        run: The run.
+        capturer: Refuses a loss that is not finite.
+        saver: Saves what is due.
+        stop_requested: Tells whether this process was asked to stop.
+    """
+
+    def __init__(self, run: Run, capturer: Capturer, saver: Saver, stop_requested: Callable[[], bool]) -> None:
+        self._run = run
+        self._capturer = capturer
+        self._saver = saver
+        self._is_asked_to_stop = stop_requested
+        self._agreed_to_stop = False
+        self._pending: BaseException | None = None
+        self._handed_out: deque[tuple[int, dict[str, Any]]] = deque(maxlen=run.membership.ranks.agree_every + 1)
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether this process was asked to stop; in a group, whether all ranks know that one of them was."""
+        return self._agreed_to_stop if in_group() else self._is_asked_to_stop()
+
+    @property
+    def pending_refusal(self) -> BaseException | None:
+        """What this rank has refused since the ranks agreed last, and the others do not know."""
+        return self._pending
+
+    def batches_handed_out(self, step: int | None) -> Mapping[str, Any]:
+        """Return the last batch that each loader had handed out when a recent step ended; empty when not known."""
+        return next((positions for ended, positions in reversed(self._handed_out) if ended == step), {})
+
+    def on_restored(self) -> None:
+        """Forget what was between the restored step and the moment of the restore."""
+        self._handed_out.clear()
+        self._pending = None
+
+    def save(self, step: int, loss: Any, metrics: Mapping[str, Any] | None) -> Checkpoint:
+        """Save now, after what ranks have refused was raised on all of them."""
+        if self._run.group.size > 1:
+            self._agree(f"saving step {step}", is_due=True)
+        return self._saver.save(step, Loss.read(loss), metrics)
+
+    def end(self, step: int, loss: Any, metrics: Mapping[str, Any] | None) -> Checkpoint | None:
+        """Guard and record a loss, and save when it is due or a stop was requested."""
+        run = self._run
+        step = checked_step(step)
+        checked_metrics(metrics)
+        run.timeline.check_end(step)
+        self._capturer.end_loader_step(step)
+        value = Loss.read(loss)
+        if run.group.size > 1:
+            is_due = self._end_in_group(step, value)
+        else:
+            self._capturer.refuse_loss(step, value)
+            run.replay.end_step(step, value)
+            is_due = run.timeline.is_due(step) or self._is_asked_to_stop()
+        if is_due:
+            try:
+                return self._saver.save(step, value, metrics)
+            except OSError:
+                run.timeline.end(step)  # it was trained, whatever the disk says; the next one tries to save again
+                raise
+        run.timeline.end(step)
+        if self._pending is None:
+            run.timeline.forget_refusal()  # the caller went on without a rollback
+        self._saver.warm()
+        return None
+
+    def _end_in_group(self, step: int, loss: Loss) -> bool:
+        """Return whether to save.
+
+        The ranks agree when a number of steps says that a save is due, which all of them know by themselves, and at
+        every multiple of `agree_every`. What else can make a save due, a clock or a signal, counts only there.
+        """
+        run = self._run
+        loaders = {name: one.obj for name, one in run.components.items() if hasattr(one.obj, "leave_out")}
+        self._handed_out.append((step, {name: loader.last_batches(1) for name, loader in loaders.items()}))
+        if self._pending is None:
+            try:
+                self._capturer.refuse_loss(step, loss)
+                if run.is_rank_zero:
+                    run.replay.end_step(step, loss)
+            except (NonFiniteError, ReplayMismatchError, ReplayMismatchWarning) as error:
+                self._pending = error
+        by_count = run.timeline.due_by_count and run.timeline.is_due(step)
+        if not by_count and step % run.membership.ranks.agree_every:
+            return False
+        agreed = self._agree(f"ending step {step}", is_due=run.timeline.is_due(step))
+        self._agreed_to_stop = agreed.stop_requested
+        return agreed.is_due or agreed.stop_requested
+
+    def _agree(self, what: str, *, is_due: bool) -> _Agreed:
+        """Agree on what to do; where a rank has refused a step, all ranks raise the earliest refusal."""
+        group: Group = self._run.group
+        pending = self._pending
+        refused_step = None if pending is None else getattr(pending, "step", None) or 0
+        with group.section(what, _agree) as section:
+            section.answer = _Due(refused_step, is_due, self._is_asked_to_stop())
+        self._pending = None
+        agreed = section.result
+        if agreed.refusing_rank is not None:
+            try:
+                with group.section(f"{what}: refusing"):
+                    if pending is not None and group.rank == agreed.refusing_rank:
+                        raise pending
+            except NonFiniteError as error:
+                self._saver.note_refusal(error)
+                raise
+        return agreed

@@ -1,0 +1,179 @@
+"""The two forms of a checkpoint: one file that rank 0 writes, and a directory into which every rank writes shards.
+
+Both are used alike, in the training loop or in the thread that writes: `stage` copies what training is about to change,
+`write` is done by all ranks, `prepare` and `commit` by rank 0, `discard` by whoever has something to remove.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+from pathlib import Path
+from typing import Any, Protocol
+
+from safeckpt.distributed import Group, first_answer, local_parts, replace_local_parts, with_rank_states, write_shards
+from safeckpt.file import INDEX, PreparedFile, ShardFile, prepare
+from safeckpt.run.capturing import Draft
+from safeckpt.run.catalog import Checkpoint
+from safeckpt.run.run_directory import RunDirectory
+from safeckpt.state import RESERVED_KEY, Staging, to_cpu
+from safeckpt.system.threads import Progress
+
+__all__ = ["FileWriter", "ShardedWriter", "Writer", "writer_of"]
+
+
+class Writer(Protocol):
+    """Writes one checkpoint.
+
+    Attributes:
+        checkpoint: The checkpoint to be.
+    """
+
+    checkpoint: Checkpoint
+
+    def stage(self, staging: Staging, *, is_rank_zero: bool) -> dict[str, Any] | None:
+        """Copy what is written, and return the copy where it is the whole state."""
+
+    def write(self, group: Group, what: str) -> None:
+        """Write what every rank writes by itself. Called by all ranks at once."""
+
+    def prepare(self) -> Checkpoint:
+        """Lay out what rank 0 writes, and return the checkpoint with its size. On rank 0."""
+
+    def commit(self) -> None:
+        """Write it and give the checkpoint its name. On rank 0, after `prepare`."""
+
+    def discard(self) -> None:
+        """Remove what was written and not committed."""
+
+
+def writer_of(
+    draft: Draft,
+    directory: RunDirectory,
+    rank_states: list[dict[str, Any]],
+    progress: Progress | None,
+    *,
+    copies_differ: bool,
+) -> Writer:
+    """Return the writer of a draft.
+
+    Args:
+        draft: This rank's part of the checkpoint.
+        directory: Where it is written.
+        rank_states: On rank 0: what each rank has otherwise than rank 0, in the order of the ranks; empty for a
+            process by itself.
+        progress: Told how much of a file is written.
+        copies_differ: Whether ranks that ought to hold equal copies do not.
+    """
+    if rank_states:
+        draft.payload = with_rank_states(draft.payload, rank_states)
+    if draft.is_sharded:
+        return ShardedWriter(draft, directory, copies_differ=copies_differ)
+    return FileWriter(draft, directory, progress)
+
+
+class FileWriter:
+    """Writes rank 0's payload, which holds what every rank has, as one file."""
+
+    def __init__(self, draft: Draft, directory: RunDirectory, progress: Progress | None) -> None:
+        self.checkpoint = draft.checkpoint
+        self._payload = draft.payload
+        self._guard = draft.guard
+        self._files = directory.files
+        self._progress = progress
+        self._prepared: PreparedFile | None = None
+
+    def stage(self, staging: Staging, *, is_rank_zero: bool) -> dict[str, Any] | None:
+        """See `Writer`."""
+        payload: dict[str, Any] | None = staging.copy(self._payload) if is_rank_zero else None
+        self._payload = payload
+        return payload
+
+    def write(self, group: Group, what: str) -> None:
+        """See `Writer`: only rank 0 writes."""
+
+    def prepare(self) -> Checkpoint:
+        """See `Writer`."""
+        self._prepared = prepare(to_cpu(self._payload), header=self.checkpoint.header(guard=self._guard))
+        self.checkpoint = dataclasses.replace(self.checkpoint, size_bytes=self._prepared.size_bytes)
+        return self.checkpoint
+
+    def commit(self) -> None:
+        """See `Writer`."""
+        prepared = self._prepared
+        assert prepared is not None
+        self._files.commit_step(
+            self.checkpoint.step, lambda f: prepared.write(f, self._progress), size_bytes=prepared.size_bytes
+        )
+
+    def discard(self) -> None:
+        """See `Writer`: the commit removes its own temporary file."""
+
+
+class ShardedWriter:
+    """Writes every rank's shards into a directory, then an index that says what belongs to it."""
+
+    def __init__(self, draft: Draft, directory: RunDirectory, *, copies_differ: bool) -> None:
+        self.checkpoint = draft.checkpoint
+        self._copies_differ = copies_differ
+        self._payload = draft.payload
+        self._shards = draft.shards
+        self._guard = draft.guard
+        self._directory = directory
+        self._temp: Path | None = None  # on rank 0
+        self._written: list[ShardFile] = []
+
+    def stage(self, staging: Staging, *, is_rank_zero: bool) -> dict[str, Any] | None:
+        """See `Writer`: a rank has no copy of the whole state."""
+        payload = self._payload if is_rank_zero else None
+        self._payload, parts = staging.copy((payload, local_parts(self._shards)))
+        self._shards = replace_local_parts(self._shards, parts)
+        return None
+
+    def write(self, group: Group, what: str) -> None:
+        """See `Writer`."""
+        files = self._directory.files
+        with group.section(f"{what}: making its directory", first_answer) as section:
+            if group.is_rank_zero:
+                self._temp = files.begin_folder(self.checkpoint.step)
+                section.answer = self._temp.name
+        place = files.path / section.result
+        # By itself: a rank that does not see the directory must not leave the others in a collective of the engine.
+        with group.section(f"{what}: looking for its directory"):
+            self._directory.wait_for(place)
+        with group.section(f"{what}: writing shards", _all_files) as shards:
+            shards.answer = write_shards(self._shards, place, group, files.write_inside, drifted=self._copies_differ)
+        self._written = shards.result
+
+    def prepare(self) -> Checkpoint:
+        """See `Writer`: write the index, which says what belongs to the checkpoint."""
+        assert self._temp is not None
+        size = sum(length for _, length, _ in self._written)
+        for name, length, _ in self._written:  # as this node sees them, before they are promised
+            self._directory.wait_for(self._temp / name)
+            found = (self._temp / name).stat().st_size
+            if found != length:
+                raise OSError(
+                    errno.EIO, f"{name} has {found} bytes here, {length} were written", str(self._temp / name)
+                )
+        payload = {**self._payload}
+        payload[RESERVED_KEY] = {**payload[RESERVED_KEY], "files": [list(shard) for shard in self._written]}
+        header = self.checkpoint.header(guard=self._guard, shards=len(self._written), shards_bytes=size)
+        index = prepare(to_cpu(payload), header=header)
+        self._directory.files.write_inside(self._temp / INDEX, index.write, size_bytes=index.size_bytes)
+        self.checkpoint = dataclasses.replace(self.checkpoint, size_bytes=size + index.size_bytes)
+        return self.checkpoint
+
+    def commit(self) -> None:
+        """See `Writer`."""
+        assert self._temp is not None
+        self._directory.files.commit_folder(self.checkpoint.step, self._temp)
+
+    def discard(self) -> None:
+        """See `Writer`."""
+        if self._temp is not None and self._temp.exists():
+            self._directory.files.drop_folder(self._temp)
+
+
+def _all_files(answers: list[list[ShardFile]]) -> list[ShardFile]:
+    return [shard for files in answers for shard in files]

@@ -1,0 +1,24 @@
+"""Warnings that point at the caller's line, from whatever depth of the library they come."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+__all__ = ["warn_caller"]
+
+_BETWEEN = frozenset({"contextlib", "functools", "threading"})  # frames of Python between two of ours
+
+
+def warn_caller(text: str, category: type[Warning]) -> None:
+    """Warn at the first line on the stack that is not the library's own."""
+    level = 1
+    frame = sys._getframe()
+    while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
+        frame = frame.f_back
+        level += 1
+    warnings.warn(text, category, stacklevel=level)
+
+
+def _is_ours(module: str) -> bool:
+    return module.partition(".")[0] == "safeckpt" or module in _BETWEEN
