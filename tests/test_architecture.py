@@ -124,7 +124,7 @@ def test_public_names_are_pinned():
     assert safeckpt.__all__ == sorted(safeckpt.__all__)
     assert all(hasattr(safeckpt, name) for name in safeckpt.__all__)
     contract = {
-        "Best", "Checkpoint", "CheckpointManager", "FileReport", "Guard", "NonFiniteTensor", "ResumableLoader",
+        "Best", "Checkpoint", "CheckpointManager", "FileReport", "Guard", "NonFiniteTensor", "Ranks", "ResumableLoader",
         "ReplayReport", "ResumeReport", "check_gradients", "find_nonfinite", "latest", "load", "prove_resume", "save",
         "verify",
         "SafeckptError", "SaveError", "NonFiniteError", "UnsavableStateError", "StepExistsError", "DirectoryInUseError",

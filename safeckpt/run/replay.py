@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from safeckpt.errors import ReplayMismatchError, ReplayMismatchWarning
 from safeckpt.state.loss import Loss

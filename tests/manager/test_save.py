@@ -192,7 +192,7 @@ def test_bad_tensor_is_refused_and_named(tmp_path: Path) -> None:
         error = check_refusal(manager, tmp_path, 2)
         assert error.loss is None
         assert [str(tensor) for tensor in error.tensors] == ["model.value: 1 NaN, 0 Inf of 3 elements, first at [1]"]
-        assert "Step 2 was refused" in str(error)
+        assert "Step 2 was not saved" in str(error)
         assert str(step_path(tmp_path, 1)) in str(error)
         assert "manager.rollback(changed=True)" in str(error)
         assert manager.step == 1

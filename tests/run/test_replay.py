@@ -58,6 +58,7 @@ def test_resumed_run_that_is_the_same_is_verified(memory_path: Path, caplog: pyt
     with manager_of(run, memory_path) as manager, caplog.at_level(logging.INFO, "safeckpt"):
         assert manager.replay is None
         manager.restore()
+        caplog.clear()
         assert manager.replay == safeckpt.ReplayReport(restored_step=30, recorded=7, compared=0, finished=False)
         assert train(run, manager, 36) == losses[30:36]
         assert manager.replay == safeckpt.ReplayReport(restored_step=30, recorded=7, compared=6, finished=False)
@@ -77,7 +78,7 @@ def test_recorded_losses_are_exact(memory_path: Path) -> None:
         manager.save(0)
         for step, value in enumerate(values, 1):
             manager.end_step(step, loss=value)
-    recorded = manager_of(run, memory_path)._run.files.losses.read(0)
+    recorded = manager_of(run, memory_path)._run.directory.files.losses.read(0)
     assert [recorded[step] for step in range(1, 9)] == [
         (1e-320).hex(), "-0x0.0p+0", (1 / 3).hex(), (1.7976931348623157e308).hex(), (5.0).hex(),
         float(np.float32(0.1)).hex(), float(torch.tensor(0.1)).hex(), f"{(0.1).hex()},{(2.0).hex()}",
@@ -192,7 +193,7 @@ def test_ignored_difference_is_recorded_over(memory_path: Path) -> None:
         others = train(run, manager, 37)
         assert manager.replay is not None
         assert manager.replay.compared == 0
-    assert manager._run.files.losses.read(30) == {31 + index: loss.hex() for index, loss in enumerate(others)}
+    assert manager._run.directory.files.losses.read(30) == {31 + index: loss.hex() for index, loss in enumerate(others)}
 
 
 def test_unknown_policy_is_refused(memory_path: Path) -> None:
@@ -327,6 +328,7 @@ def test_run_that_ends_while_replaying_says_how_far_it_came(
     run = Run()
     with caplog.at_level(logging.INFO, "safeckpt"), manager_of(run, memory_path) as manager:
         manager.restore()
+        caplog.clear()
         train(run, manager, 33)
     assert [record.getMessage() for record in caplog.records] == ["resume verified: 3 of 7 replayed losses equal"]
 
