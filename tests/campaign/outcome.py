@@ -34,9 +34,7 @@ CLASSES: tuple[str, ...] = (
     "long_run",
 )  # modules beside this one, in the order of the report
 
-Scale = Literal[
-    "fast", "full"
-]  # fast: part of the test run, a minute at most; full: as many as the README's table says
+Scale = Literal["fast", "full"]  # fast: part of the test run, a minute at most; full: as many as README.md here says
 
 
 class WrongBitsError(Exception):
@@ -52,7 +50,7 @@ class Outcome:
     """How one class of faults ended.
 
     Attributes:
-        fault: The class, in words for the table of the README.
+        fault: The class, in words for the table in README.md.
         tried: How many faults were made.
         lost: A checkpoint that should have been there was not, or the next save did not work: one line each.
         undetected: Something wrong was loaded, or passed for good: one line each.
