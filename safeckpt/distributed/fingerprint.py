@@ -15,6 +15,7 @@ import torch
 
 from safeckpt.file import encode, write_file
 from safeckpt.state.tree import named_leaves
+from safeckpt.system.tensor_kind import is_plain
 
 __all__ = ["SHARDED", "exact_digest_of", "fingerprints", "joined", "layout_of", "layouts_of"]
 
@@ -70,7 +71,7 @@ def fingerprints(tree: Any) -> dict[str, str]:
         found[name] = layout_of(leaf)
         if hasattr(leaf, "to_local") or not leaf.numel():
             continue
-        if not _is_plain(leaf):
+        if not is_plain(leaf):
             found[name] += " " + exact_digest_of(leaf)
         elif leaf.is_cpu and leaf.nbytes <= _SMALL_BYTES:
             found[name] += " " + hashlib.sha256(memoryview(_flat(leaf).view(torch.uint8).numpy())).hexdigest()  # type: ignore[arg-type]  # NumPy's stubs
@@ -88,14 +89,9 @@ def layout_of(tensor: torch.Tensor) -> str:
     return f"{SHARDED if hasattr(tensor, 'to_local') else ''}{tensor.dtype} {list(tensor.size())}"
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    usual = tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested or tensor.is_meta)
-    return usual and not torch.nn.parameter.is_lazy(tensor)
-
-
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's elements in order, as real numbers."""
-    t = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    """Return a plain tensor's elements in order, as real numbers."""
+    t = tensor.detach().contiguous()
     return (torch.view_as_real(t) if t.is_complex() else t).reshape(-1)
 
 

@@ -22,7 +22,7 @@ from safeckpt.file import INDEX, CheckpointFolder, ShardFile
 from safeckpt.state import RESERVED_KEY, Component
 from safeckpt.state.fsdp import reshard
 from safeckpt.state.random_streams import RngStreams
-from safeckpt.state.tree import join, local_part, map_tensors, named_tensors
+from safeckpt.state.tree import ENTER, join, local_part, map_tensors, map_tree, named_tensors
 
 __all__ = [
     "ShardTensors",
@@ -269,7 +269,9 @@ def _placed(
     """Return a payload with tensors for its place holders, and those of them that have memory."""
     shards: ShardTensors = {}
 
-    def place(holder: Mapping[str, Any]) -> torch.Tensor:
+    def place(holder: Any) -> Any:
+        if not isinstance(holder, dict) or _KEY not in holder:
+            return ENTER
         try:
             key, shape, dtype = str(holder[_KEY]), torch.Size(holder["shape"]), holder["dtype"]
             if key not in shards:
@@ -278,7 +280,7 @@ def _placed(
             raise DamagedCheckpointError(path=path, reason=f"a place holder is none ({error})", record=INDEX) from error
         return shards[key]
 
-    result = {name: _filled(value, place) for name, value in payload.items()}
+    result = {name: map_tree(value, place) for name, value in payload.items()}
     return result, {key: tensor for key, tensor in shards.items() if not tensor.is_meta}
 
 
@@ -310,21 +312,6 @@ def _with_part(sharded: Any, part: torch.Tensor) -> torch.Tensor:
     # Not from_local(), which moves the part to the device of the mesh.
     found: torch.Tensor = type(sharded)(part, spec, requires_grad=False)
     return found
-
-
-def _filled(tree: Any, place: Callable[[Mapping[str, Any]], torch.Tensor]) -> Any:
-    """Return a tree with every place holder replaced; plain containers only, as they were read from the index."""
-    if isinstance(tree, dict):
-        if _KEY in tree:
-            return place(tree)
-        result = tree.copy()
-        result.__dict__.update(getattr(tree, "__dict__", {})) if hasattr(tree, "__dict__") else None
-        for key, value in tree.items():
-            result[key] = _filled(value, place)
-        return result
-    if type(tree) in (list, tuple):
-        return type(tree)(_filled(value, place) for value in tree)
-    return tree
 
 
 def local_parts(shards: ShardTensors) -> ShardTensors:

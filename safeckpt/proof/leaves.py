@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from safeckpt.file import encode, write_file
-from safeckpt.state.tree import join
+from safeckpt.state.tree import named_leaves
+from safeckpt.system.tensor_kind import TensorKind, kind_of
 
 __all__ = ["Leaf", "flatten", "leaf"]
 
@@ -19,6 +20,9 @@ _PLAIN = (
     type(None), bool, int, float, complex, str, bytes, bytearray, range,
     torch.dtype, torch.device, torch.Size, torch.layout,
 )  # fmt: skip
+
+_WITHOUT_DATA = frozenset({TensorKind.META, TensorKind.UNINITIALIZED, TensorKind.EMPTIED})
+_READ_AT_ONCE = frozenset({TensorKind.PLAIN, TensorKind.FLAGGED, TensorKind.SUBCLASS})
 
 
 class Leaf(NamedTuple):
@@ -38,8 +42,12 @@ class Leaf(NamedTuple):
 def leaf(kind: str, value: Any) -> Leaf:
     """Return a value as a leaf. NaN equals itself, and -0.0 is not 0.0."""
     if isinstance(value, torch.Tensor):
-        shape = f"{str(value.dtype).removeprefix('torch.')}{list(value.size())}"
-        one = _is_plain(value) and value.numel() == 1
+        lazy = torch.nn.parameter.is_lazy(value)
+        shape = f"{str(value.dtype).removeprefix('torch.')}{'' if lazy else list(value.size())}"
+        memory = kind_of(value)
+        if memory in _WITHOUT_DATA:
+            return Leaf(kind, f"{shape} {memory.value}", shape)
+        one = memory in _READ_AT_ONCE and value.numel() == 1
         return Leaf(kind, shape + _hash(_bytes_of(value)), repr(value.detach().item()) if one else shape)
     if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
         array = np.asarray(value)
@@ -56,14 +64,9 @@ def leaf(kind: str, value: Any) -> Leaf:
     return Leaf(kind, _hash(text.encode(errors="backslashreplace")), text[: _SHOWN - 3] + "...")
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    lazy = torch.nn.parameter.is_lazy(tensor)
-    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta and not lazy
-
-
 def _bytes_of(tensor: torch.Tensor) -> bytes | memoryview:
     t = tensor.detach()
-    if not _is_plain(t):
+    if kind_of(t) not in _READ_AT_ONCE:
         sink = _Sink()
         write_file(encode(t), sink)  # the file format is deterministic and knows every layout
         return sink.digest()
@@ -90,23 +93,11 @@ def _hash(data: bytes | memoryview) -> str:
 
 
 def flatten(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, value) of everything in nested mappings, lists and tuples that is none of them.
-
-    A container is visited once, under its first name, since it may hold itself. An empty one is a value.
-    """
-    seen: set[int] = set()
-    stack: list[tuple[str, Any]] = [(prefix, tree)]
-    while stack:
-        name, value = stack.pop()
+    """Yield (dotted name, value) of everything in nested mappings, lists and tuples; an empty one is a value."""
+    for name, value in named_leaves(tree, prefix, whole=(set, frozenset, torch.Size), empty=True):
         if isinstance(value, Mapping):
-            items = [(join(name, key), item) for key, item in value.items()]
+            yield name, "{}"
         elif isinstance(value, list | tuple) and not isinstance(value, torch.Size):
-            items = [(join(name, index), item) for index, item in enumerate(value)]
+            yield name, "[]"
         else:
             yield name, value
-            continue
-        if not items:
-            yield name, "{}" if isinstance(value, Mapping) else "[]"
-        elif id(value) not in seen:
-            seen.add(id(value))
-            stack.extend(reversed(items))

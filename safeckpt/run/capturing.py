@@ -21,7 +21,7 @@ from safeckpt.state import (
     Baseline,
     Gradients,
     Guard,
-    Verdict,
+    GuardResult,
     capture,
     refuse_unreduced,
 )
@@ -92,8 +92,8 @@ class Capturer:
         metrics = checked_metrics(metrics)
         gradients = self._gradients_of(step)
         snapshot = capture(run.components, gradients=gradients)
-        verdict = self._baseline.judge(snapshot.parts, self._guard)
-        verdict.bad.extend(self._gradients.judge(gradients, self._guard))
+        verdict = self._baseline.check(snapshot.parts, self._guard)
+        verdict.bad.extend(self._gradients.check(gradients, self._guard))
         if loss.nonfinite is not None or verdict.bad:
             raise self._refusal(step, loss, verdict)
         sharded = is_sharded(snapshot.payload)
@@ -127,7 +127,7 @@ class Capturer:
             NonFiniteError: It is not; the refusal is noted.
         """
         if loss.nonfinite is not None:
-            raise self._refusal(step, loss, Verdict([], []))
+            raise self._refusal(step, loss, GuardResult([], []))
 
     def close(self) -> None:
         """Let go of the optimizers that are watched."""
@@ -160,7 +160,7 @@ class Capturer:
         refuse_unreduced(self._run.components)
         return self._gradients.pending() if self._grads is None else self._gradients.all()
 
-    def _refusal(self, step: int, loss: Loss, verdict: Verdict) -> NonFiniteError:
+    def _refusal(self, step: int, loss: Loss, verdict: GuardResult) -> NonFiniteError:
         """Note a refusal and return the error to raise."""
         names = [tensor.name for tensor in verdict.bad]
         bad_loss = loss.nonfinite

@@ -310,7 +310,7 @@ class Restorer:
         """
         if validated.shards:
             read_shards(validated.shards, path, self._run.group, validated.shard_files)
-        bad = Baseline({}).judge(validated.plan.parts, validated.guard, validated.release).bad
+        bad = Baseline({}).check(validated.plan.parts, validated.guard, validated.release).bad
         if bad:
             raise DamagedCheckpointError(path=path, reason=f"it is not finite ({bad[0]})")
 

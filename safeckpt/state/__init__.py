@@ -1,6 +1,6 @@
 """Live objects to payload and back. No file is opened here."""
 
-from safeckpt.state.baseline import Baseline, Verdict, guard_from_record
+from safeckpt.state.baseline import Baseline, GuardResult, guard_from_record
 from safeckpt.state.component import Component
 from safeckpt.state.fsdp import refuse_unreduced
 from safeckpt.state.gradients import Gradients
@@ -17,11 +17,11 @@ __all__ = [
     "Component",
     "Gradients",
     "Guard",
+    "GuardResult",
     "Loss",
     "Plan",
     "Snapshot",
     "Staging",
-    "Verdict",
     "capture",
     "check_gradients",
     "copy_tree",

@@ -17,11 +17,11 @@ from safeckpt.state.nonfinite import masks, nonfinite
 from safeckpt.state.random_streams import RngStreams
 from safeckpt.state.tree import join
 
-__all__ = ["Baseline", "Verdict", "guard_from_record"]
+__all__ = ["Baseline", "GuardResult", "guard_from_record"]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class GuardResult:
     """Result of the guard over a captured state.
 
     Attributes:
@@ -81,26 +81,26 @@ class Baseline:
             if tensor.layout is torch.strided:
                 self._infinite[report.name] = masks(tensor)[1].cpu()
 
-    def judge(
+    def check(
         self,
         parts: Iterable[tuple[Component, Captured]],
         guard: Guard,
-        looked_at: Callable[[torch.Tensor], None] | None = None,
-    ) -> Verdict:
+        release: Callable[[torch.Tensor], None] | None = None,
+    ) -> GuardResult:
         """Return what is not finite: one pass over everything guarded, one synchronisation per device and dtype.
 
         Args:
             parts: The captured state.
             guard: What has to be finite.
-            looked_at: See `nonfinite`.
+            release: See `nonfinite`.
         """
-        verdict = Verdict([], [])
-        for report, tensor in nonfinite(_guarded(parts, guard), looked_at):
+        result = GuardResult([], [])
+        for report, tensor in nonfinite(_guarded(parts, guard), release):
             if self._is_old(report, tensor):
-                verdict.excused.append(report.name)
+                result.excused.append(report.name)
             else:
-                verdict.bad.append(report)
-        return verdict
+                result.bad.append(report)
+        return result
 
     def _is_old(self, report: NonFiniteTensor, tensor: torch.Tensor) -> bool:
         before = self._infinite.get(report.name)

@@ -69,7 +69,7 @@ class Gradients:
         # zero_grad(set_to_none=False) touches a gradient and leaves nothing in it.
         return bool(grad.count_nonzero()) if grad.layout is torch.strided else True
 
-    def judge(self, gradients: Mapping[str, torch.Tensor], guard: Guard) -> list[NonFiniteTensor]:
+    def check(self, gradients: Mapping[str, torch.Tensor], guard: Guard) -> list[NonFiniteTensor]:
         """Return which of the gradients are not finite and would poison the next step.
 
         Under a gradient scaler none does: that skips the step of gradients that overflowed, which happens every now

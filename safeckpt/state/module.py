@@ -12,6 +12,7 @@ from torch import nn
 from safeckpt.state.component import Captured, Component, Order, class_name
 from safeckpt.state.guard import Guard, guarded_tensors
 from safeckpt.state.tree import copy_tree, join
+from safeckpt.system.tensor_kind import has_own_copies, is_plain
 
 __all__ = ["ModuleComponent", "clean_modules", "unwrap"]
 
@@ -192,9 +193,8 @@ class ModuleComponent(Component):
 
 
 def _is_ordinary(value: Any) -> bool:
-    """Tell whether a value is a tensor that a copy of its elements makes equal to another one."""
-    plain = type(value) in (torch.Tensor, nn.Parameter) and not (value.is_meta or value.is_quantized or value.is_nested)
-    return plain and value.layout is torch.strided and 0 not in value.stride()
+    """Return whether a value is a tensor that a copy of its elements makes equal to another."""
+    return isinstance(value, torch.Tensor) and is_plain(value) and has_own_copies(value)
 
 
 def _unlike(where: str, saved: Any, live: Any) -> Iterator[str]:

@@ -17,10 +17,10 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from safeckpt.errors import NonFiniteTensor, UnsavableStateError
+from safeckpt.system.tensor_kind import TensorKind, describe_missing_memory, is_plain, kind_of
 
 __all__ = ["masks", "nonfinite", "scan"]
 
-_PLAIN = (torch.Tensor, nn.Parameter)  # exactly these: a subclass may mean something else by its memory
 _NATIVE = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})  # what aminmax knows
 _SUMMED = _NATIVE - {torch.float16}  # whose sum would overflow at 65,504, and in a wider type is ten times slower
 # No NaN and no Inf in the format: nothing to look for. Named by string, since an older torch may lack one.
@@ -40,13 +40,13 @@ def scan(named: Iterable[tuple[str, torch.Tensor]]) -> list[NonFiniteTensor]:
 
 
 def nonfinite(
-    named: Iterable[tuple[str, torch.Tensor]], looked_at: Callable[[torch.Tensor], None] | None = None
+    named: Iterable[tuple[str, torch.Tensor]], release: Callable[[torch.Tensor], None] | None = None
 ) -> list[tuple[NonFiniteTensor, torch.Tensor]]:
     """Return (report, tensor) of the tensors that are not finite, in order; the engine of every guard.
 
     Args:
         named: The tensors with their names.
-        looked_at: Told of every larger stretch of memory that was looked at and is not needed any more.
+        release: Called with every large piece of memory once it has been examined.
 
     Raises:
         UnsavableStateError: A tensor's dtype or layout cannot be examined; it is named.
@@ -58,46 +58,59 @@ def nonfinite(
     groups: dict[tuple[torch.device, torch.dtype], tuple[list[int], list[torch.Tensor]]] = {}
     with torch.no_grad():
         for given in named:
-            for entry in _entries(*given) if type(given[1]) not in _PLAIN else (given,):
+            for entry in (given,) if is_plain(given[1]) else _entries(*given):
                 values = _values(*entry)
                 if values is not None:
                     numbers, members = groups.setdefault((values.device, values.dtype), ([], []))
                     numbers.append(len(entries))
                     members.append(values)
                     entries.append(entry)
-        suspects = [numbers[index] for numbers, members in groups.values() for index in _suspects(members, looked_at)]
-        found = [(_report(*entries[number]), entries[number][1]) for number in sorted(suspects)]
+        candidates = [numbers[index] for numbers, members in groups.values() for index in _candidates(members, release)]
+        found = [(_report(*entries[number]), entries[number][1]) for number in sorted(candidates)]
     return [(report, tensor) for report, tensor in found if report is not None]
 
 
 def _entries(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what a tensor subclass consists of; each rank guards its own shard of a DTensor."""
-    if hasattr(tensor, "to_local"):
-        yield from _entries(name, tensor.to_local())
-    elif is_traceable_wrapper_subclass(tensor) and not tensor.is_nested:
+    """Yield what a tensor that is not plain consists of; each rank guards its own shard of a DTensor."""
+    kind = kind_of(tensor)
+    if kind is TensorKind.EMPTIED:
+        raise _not_examined(name, "emptied storage", describe_missing_memory(tensor))
+    if kind is TensorKind.TRANSFORMED:
+        raise _not_examined(name, "a transform of torch.func", "it has no memory of its own")
+    if kind is TensorKind.SHARDED:
+        yield from _entries_of_any(name, tensor.to_local())  # type: ignore[attr-defined] # a DTensor
+    elif kind is TensorKind.SUBCLASS and is_traceable_wrapper_subclass(tensor):
         for attribute in tensor.__tensor_flatten__()[0]:
-            yield from _entries(f"{name}.{attribute}", getattr(tensor, attribute))
-    elif tensor.is_nested or nn.parameter.is_lazy(tensor):
-        yield name, tensor
-    else:
+            yield from _entries_of_any(f"{name}.{attribute}", getattr(tensor, attribute))
+    elif kind is TensorKind.SUBCLASS:
         try:
             yield name, tensor.as_subclass(torch.Tensor)
         except (NotImplementedError, RuntimeError, TypeError) as error:
             raise _not_examined(name, f"type {type(tensor).__qualname__}", str(error)) from error
+    elif kind is not TensorKind.ZEROS:
+        yield name, tensor
+
+
+def _entries_of_any(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    if is_plain(tensor):
+        yield name, tensor
+    else:
+        yield from _entries(name, tensor)
 
 
 def _values(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the real floating values behind `tensor`, without a copy; None when it cannot hold NaN or Inf."""
-    if tensor.is_meta or nn.parameter.is_lazy(tensor):
-        return None  # no data; encoding refuses it by name
-    if tensor.dtype in _NATIVE and tensor.layout is torch.strided and not tensor.is_nested:
+    if tensor.dtype in _NATIVE and is_plain(tensor):
         return tensor if tensor.numel() else None  # nearly always; the rest is below
+    kind = kind_of(tensor)
+    if kind in (TensorKind.META, TensorKind.UNINITIALIZED):
+        return None  # no data; encoding refuses it by name
     t = tensor.detach()
-    if t.is_quantized:
+    if kind is TensorKind.QUANTIZED:
         return _quantized_scales(t)
     if not (t.is_floating_point() or t.is_complex()) or str(t.dtype) in _ALWAYS_FINITE:
         return None
-    if t.is_nested or t.layout in _COMPRESSED:
+    if kind is TensorKind.NESTED or t.layout in _COMPRESSED:
         t = t.values().detach()  # as a view of a compressed tensor it could not be viewed again
     elif t.layout is torch.sparse_coo:
         t = t._values()  # values() demands a coalesced tensor, and coalescing copies
@@ -119,7 +132,7 @@ def _quantized_scales(t: torch.Tensor) -> torch.Tensor:
     return torch.tensor([t.q_scale()], dtype=torch.float64)
 
 
-def _suspects(values: list[torch.Tensor], looked_at: Callable[[torch.Tensor], None] | None = None) -> list[int]:
+def _candidates(values: list[torch.Tensor], release: Callable[[torch.Tensor], None] | None = None) -> list[int]:
     """Return the positions of those that may not be finite, with one synchronisation.
 
     Small tensors are looked at in batches: fifty thousand calls of sum cost more than reading the memory.
@@ -137,7 +150,7 @@ def _suspects(values: list[torch.Tensor], looked_at: Callable[[torch.Tensor], No
         else:
             batches.append([position])
             room = _BATCH - size
-    marks = [_mark(_joined([values[i] for i in batch]), looked_at) for batch in batches]
+    marks = [_mark(_joined([values[i] for i in batch]), release) for batch in batches]
     finite = torch.isfinite(torch.stack(marks)).tolist()
     found: list[int] = []
     for batch, is_finite in zip(batches, finite, strict=True):
@@ -164,18 +177,18 @@ def _joined(values: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([one if one.dim() == 1 else one.reshape(-1) for one in values])
 
 
-def _mark(values: torch.Tensor, looked_at: Callable[[torch.Tensor], None] | None) -> torch.Tensor:
+def _mark(values: torch.Tensor, release: Callable[[torch.Tensor], None] | None) -> torch.Tensor:
     """Return one number that is not finite when one of the values is not."""
     flat = _in_memory_order(values)
     native = flat.dtype in _NATIVE
-    if native and (looked_at is None or flat.numel() <= _SMALL or not flat.is_contiguous()):
+    if native and (release is None or flat.numel() <= _SMALL or not flat.is_contiguous()):
         return _mark_of(flat)
     # float8 and whatever comes next is widened piece by piece, so that no copy of the whole is made.
     pieces = []
     for piece in flat.reshape(-1).split(_PIECE):
         pieces.append(_mark_of(piece if native else piece.to(torch.float32)))
-        if looked_at is not None:
-            looked_at(piece)
+        if release is not None:
+            release(piece)
     return _mark_of(torch.stack(pieces))
 
 

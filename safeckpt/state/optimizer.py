@@ -18,6 +18,7 @@ from safeckpt.state.guard import Guard, guarded_tensors
 from safeckpt.state.matching import Matching, Slot, match, positional
 from safeckpt.state.options import overruled, plain, same
 from safeckpt.state.tree import copy_tree, detached, join, local_part, map_tensors
+from safeckpt.system.tensor_kind import has_own_copies, is_plain
 
 __all__ = ["OptimizerComponent"]
 
@@ -226,7 +227,7 @@ def _target(key: str, saved: Any, live: Any, parameter: torch.Tensor) -> torch.T
             type(live) is type(saved) and live.placements == saved.placements and live.device_mesh == saved.device_mesh
         )
         return live if same and local_part(saved).numel() and _alike(local_part(live), local_part(saved)) else None
-    if type(saved) is not torch.Tensor or saved.layout is not torch.strided or not saved.numel():
+    if type(saved) is not torch.Tensor or not is_plain(saved) or not saved.numel():
         return None
     if type(live) is torch.Tensor and not live.requires_grad and _alike(live, saved):
         return live
@@ -237,14 +238,12 @@ def _target(key: str, saved: Any, live: Any, parameter: torch.Tensor) -> torch.T
 
 def _alike(live: torch.Tensor, saved: torch.Tensor) -> bool:
     return (
-        live.layout is torch.strided
+        is_plain(live)
+        and is_plain(saved)
         and live.dtype == saved.dtype
         and live.size() == saved.size()
         and live.stride() == saved.stride()
-        and 0 not in live.stride()
-        and not live.is_quantized
-        and live.is_conj() == saved.is_conj()
-        and live.is_neg() == saved.is_neg()
+        and has_own_copies(live)
     )
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from safeckpt.system.libc import linux_call
+from safeckpt.system.tensor_kind import is_plain
 from safeckpt.system.threads import in_threads
 
 __all__ = ["Reader", "Transfer", "fresh"]
@@ -27,8 +28,6 @@ Reader = Callable[[int, memoryview], bool]
 _LARGE_BYTES = 256 << 10  # smaller tensors are copied all at once: a piece in a thread has its price as well
 _PIECE_BYTES = 4 << 20
 _HUGE_PAGE_BYTES = 2 << 20
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Transfer:
@@ -81,16 +80,12 @@ class Transfer:
 def _are_same_bytes(target: torch.Tensor, source: torch.Tensor) -> bool:
     """Tell whether copying the memory copies the values."""
     return (
-        type(target) in _PLAIN
-        and type(source) in _PLAIN
+        is_plain(target)
+        and is_plain(source)
         and target.is_cpu
         and source.is_cpu
         and target.dtype == source.dtype
-        and target.layout is torch.strided
-        and source.layout is torch.strided
-        and not (target.is_quantized or source.is_quantized or target.is_nested or source.is_nested)
         and target.stride() == source.stride()
-        and not (target.is_conj() or source.is_conj() or target.is_neg() or source.is_neg())
         and _is_dense(target)
     )
 

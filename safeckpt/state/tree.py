@@ -1,4 +1,8 @@
-"""Walk nested plain containers: every tensor with its dotted name, each container once."""
+"""The walks over nested plain containers: one to look, `named_leaves`, and one to copy, `map_tree`.
+
+On them stand `named_tensors` and `map_tensors`; `copy_tree` and `to_cpu`, which keep what overlaps in memory
+overlapping; and the walks of `proof` and `distributed`.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from safeckpt.state.transfer import Transfer, fresh
+from safeckpt.system.tensor_kind import is_plain, span_of
 
 __all__ = [
+    "ENTER",
     "Cluster",
     "cloned",
     "clusters_of",
@@ -21,6 +27,7 @@ __all__ = [
     "detached",
     "join",
     "map_tensors",
+    "map_tree",
     "named_leaves",
     "named_tensors",
     "place",
@@ -28,9 +35,9 @@ __all__ = [
 ]
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-# What holds no tensor and needs no copy. Random streams are thousands of integers, which a walk should not stop at.
+# What holds no tensor and needs no copy: a walk should not stop at thousands of integers.
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
+_COPIED = (list, tuple, set, frozenset)
 
 
 def join(prefix: str, name: object) -> str:
@@ -40,20 +47,30 @@ def join(prefix: str, name: object) -> str:
 
 def named_tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (dotted name, tensor) for every tensor in nested mappings, lists, tuples and sets, in order."""
-    leaves = named_leaves(tree, prefix, passed_over=_ATOMS)
+    leaves = named_leaves(tree, prefix, skipped=_ATOMS)
     return ((name, leaf) for name, leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
-def named_leaves(tree: Any, prefix: str = "", passed_over: Collection[type] = ()) -> Iterator[tuple[str, Any]]:
+def named_leaves(
+    tree: Any,
+    prefix: str = "",
+    *,
+    skipped: Collection[type] = (),
+    whole: tuple[type, ...] = (),
+    empty: bool = False,
+) -> Iterator[tuple[str, Any]]:
     """Yield (dotted name, value) for everything in nested mappings, lists, tuples and sets that is none of them.
 
-    A container or value that is reachable twice is visited once, under its first name: a shared tuple sixty
-    levels deep has 2**60 paths. An explicit stack, since nesting may exceed Python's recursion limit.
+    A container or an object that is reachable twice is visited once, under its first name: a shared tuple sixty
+    levels deep has 2**60 paths. Plain numbers and strings have no identity, and are yielded wherever they are. An
+    explicit stack, since nesting may exceed Python's recursion limit.
 
     Args:
         tree: The containers.
         prefix: What the names begin with.
-        passed_over: Types of values that are not yielded.
+        skipped: Types of values that are not yielded.
+        whole: Types of containers that are yielded instead of entered.
+        empty: Whether containers without an entry are yielded.
     """
     seen: dict[int, Any] = {}  # with the value, so that its id stays its own
     # The iterator of each level that is open, and the keys on the way there: a name is only made for what is yielded.
@@ -61,14 +78,18 @@ def named_leaves(tree: Any, prefix: str = "", passed_over: Collection[type] = ()
     path: list[str] = []
     while levels:
         for key, value in levels[-1]:
-            if type(value) in passed_over or id(value) in seen:
+            kind = type(value)
+            if kind in skipped:
                 continue
-            seen[id(value)] = value
-            inside = _items_of(value)
-            if inside is None:
+            if kind not in _ATOMS:
+                if id(value) in seen:
+                    continue
+                seen[id(value)] = value
+            items = None if kind in _ATOMS or (whole and isinstance(value, whole)) else _items_of(value)
+            if items is None or (empty and not value):
                 yield (f"{'.'.join(path)}.{key}" if path else str(key)), value
             else:
-                levels.append(inside)
+                levels.append(items)
                 if key != "" or path:
                     path.append(str(key))
                 break
@@ -88,43 +109,63 @@ def _items_of(value: Any) -> Iterator[tuple[Any, Any]] | None:
     return None
 
 
-def map_tensors(
-    tree: Any,
-    function: Callable[[torch.Tensor], Any],
-    leaf: Callable[[Any], Any] = lambda value: value,
-    memo: dict[int, Any] | None = None,
-) -> Any:
-    """Return a copy of `tree` with `function` applied to every tensor and `leaf` to whatever else is no plain number.
+ENTER: Final = object()
+"""Returned by the function of `map_tree` for a value that stays, or whose contents are to be mapped."""
 
-    Dicts, lists, tuples and sets are copied; they keep their type, their attributes and their sharing.
+
+def map_tree(tree: Any, function: Callable[[Any], Any], memo: dict[int, Any] | None = None) -> Any:
+    """Return a copy of nested dicts, lists, tuples and sets with the values that `function` returns.
+
+    The copies keep type, attributes and sharing. Plain numbers and strings are not handed to `function`.
+
+    Args:
+        tree: The containers.
+        function: Returns what takes a value's place, or `ENTER`: a container is then copied with its contents mapped,
+            and anything else stays.
+        memo: The results so far by the id of the value, with the value so that the id stays its own.
     """
     if type(tree) in _ATOMS:
         return tree
     memo = {} if memo is None else memo
     if id(tree) in memo:
         return memo[id(tree)][0]
-    result: Any
-    if isinstance(tree, torch.Tensor):
-        result = function(tree)
+    result = function(tree)
+    if result is not ENTER:
+        pass
     elif isinstance(tree, dict):
         result = tree.copy()  # keeps the subclass
         memo[id(tree)] = (result, tree)
         for key, value in tree.items():
             if type(value) not in _ATOMS:
-                result[key] = map_tensors(value, function, leaf, memo)
+                result[key] = map_tree(value, function, memo)
         if hasattr(tree, "__dict__"):
             result.__dict__.update(tree.__dict__)  # an OrderedDict's _metadata
     elif type(tree) is list:
         result = []
         memo[id(tree)] = (result, tree)
-        result.extend(value if type(value) in _ATOMS else map_tensors(value, function, leaf, memo) for value in tree)
+        result.extend(value if type(value) in _ATOMS else map_tree(value, function, memo) for value in tree)
     elif type(tree) in (tuple, set, frozenset):
-        items = [value if type(value) in _ATOMS else map_tensors(value, function, leaf, memo) for value in tree]
-        result = type(tree)(items)
+        result = type(tree)([value if type(value) in _ATOMS else map_tree(value, function, memo) for value in tree])
     else:
-        result = leaf(tree)
-    memo[id(tree)] = (result, tree)  # the original is held so that its id stays its own
+        result = tree
+    memo[id(tree)] = (result, tree)
     return result
+
+
+def map_tensors(
+    tree: Any, function: Callable[[torch.Tensor], Any], leaf: Callable[[Any], Any] = lambda value: value
+) -> Any:
+    """Return a copy of `tree` with `function` applied to every tensor and `leaf` to whatever else is no plain number.
+
+    Dicts, lists, tuples and sets are copied; they keep their type, their attributes and their sharing.
+    """
+
+    def mapped(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return function(value)
+        return ENTER if isinstance(value, dict) or type(value) in _COPIED else leaf(value)
+
+    return map_tree(tree, mapped)
 
 
 @dataclass(slots=True)
@@ -159,17 +200,16 @@ class Cluster:
 def clusters_of(tensors: Iterable[torch.Tensor]) -> list[Cluster]:
     """Return the memory that the tensors read: not the storage around it, and what overlaps only once.
 
-    Tensors that are more than size, stride and offset over a storage (sparse, quantised, lazily conjugated or
-    negated, without memory) are left out.
+    Tensors of other kinds than `TensorKind.PLAIN`, and empty ones, are left out.
     """
     by_storage: dict[Any, list[torch.Tensor]] = {}
     for tensor in tensors:
-        if _is_plain(tensor):
+        if is_plain(tensor) and tensor.numel():
             where = (tensor.untyped_storage().data_ptr(), tensor.dtype, tensor.device)
             by_storage.setdefault(where, []).append(tensor)
     found: list[Cluster] = []
     for users in by_storage.values():
-        spans = sorted(((*_span(tensor), tensor) for tensor in users), key=itemgetter(0, 1))
+        spans = sorted(((*span_of(tensor), tensor) for tensor in users), key=itemgetter(0, 1))
         start, stop, first = spans[0]
         members = [first]
         for low, high, tensor in spans[1:]:
@@ -181,22 +221,6 @@ def clusters_of(tensors: Iterable[torch.Tensor]) -> list[Cluster]:
                 start, stop, members = low, high, [tensor]
         found.append(Cluster(start, stop - start, members))
     return found
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Tell whether the tensor is its storage seen through size, stride and offset, and nothing more."""
-    usual = type(tensor) in _PLAIN and not (tensor.is_nested or tensor.is_quantized)
-    usual = usual and tensor.layout is torch.strided and not tensor.is_meta
-    return usual and not (tensor.is_conj() or tensor.is_neg()) and tensor.numel() > 0
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the first element of the storage that the tensor reads, and the one after the last."""
-    start = int(tensor.storage_offset())
-    if tensor.is_contiguous():
-        return start, start + tensor.numel()
-    reach = sum((int(size) - 1) * int(stride) for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
-    return start, start + 1 + reach
 
 
 def detached(tree: Any) -> Any:

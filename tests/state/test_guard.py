@@ -202,7 +202,7 @@ def test_gradients_are_checked_whatever_their_form():
 
 def judge(components, guard=Guard(), *, baseline=None):  # noqa: B008 - frozen
     registered = register(components)
-    return (baseline or Baseline(registered)).judge(capture(registered).parts, guard)
+    return (baseline or Baseline(registered)).check(capture(registered).parts, guard)
 
 
 def trained():
@@ -262,9 +262,9 @@ def test_infinities_that_a_buffer_always_had_are_excused(dtype):
     baseline = Baseline(registered)
 
     def bad():
-        return names(baseline.judge(capture(registered).parts, Guard()).bad)
+        return names(baseline.check(capture(registered).parts, Guard()).bad)
 
-    assert baseline.judge(capture(registered).parts, Guard()).excused == ["model.mask"]
+    assert baseline.check(capture(registered).parts, Guard()).excused == ["model.mask"]
     model.mask[1] = 0.0
     assert bad() == []
     model.mask[1] = INF
@@ -302,15 +302,15 @@ def test_what_passed_on_purpose_is_recorded_and_judged_alike_later():
     model.register_buffer("mask0", torch.tensor([0.0]))
     registered = register({"model": model})
     guard = Guard(optimizer=False, allow_nonfinite=["model.x*"])
-    verdict = Baseline(registered).judge(capture(registered).parts, guard)
+    verdict = Baseline(registered).check(capture(registered).parts, guard)
     record = verdict.record(guard)
     assert record == {
         "optimizer": False, "buffers": True, "allow_nonfinite": ["model.x*"], "infinite": ["model.mask[0]"],
     }  # fmt: skip
     later = guard_from_record(record)
-    assert Baseline({}).judge(capture(registered).parts, later).bad == []
+    assert Baseline({}).check(capture(registered).parts, later).bad == []
     model.mask0[0] = INF  # which the name of the excused one would match as a pattern
-    assert names(Baseline({}).judge(capture(registered).parts, later).bad) == ["model.mask0"]
+    assert names(Baseline({}).check(capture(registered).parts, later).bad) == ["model.mask0"]
 
 
 def test_two_entries_of_one_name_are_both_judged():

@@ -359,3 +359,14 @@ def test_tensor_that_requires_grad_is_examined_without_history():
     assert (product._version, product.grad_fn is not None, weight.grad) == (version, True, None)
     product.sum().backward()
     assert weight.grad.tolist() == [2.0, 2.0, 2.0]
+
+
+def test_tensor_whose_storage_was_freed_is_refused_by_name():
+    """Reading it would end the process; a plain save of torch would not notice."""
+    emptied = torch.zeros(1 << 20)
+    emptied.untyped_storage().resize_(0)
+    shrunk = torch.zeros(1 << 20)
+    shrunk.untyped_storage().resize_(64)
+    for tensor in (emptied, shrunk):
+        with pytest.raises(UnsavableStateError, match=r"model.weight is a tensor of emptied storage.*needs 4194304"):
+            find_nonfinite({"model": {"weight": tensor}})

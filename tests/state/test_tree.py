@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from safeckpt.state import Staging, copy_tree, to_cpu
-from safeckpt.state.tree import detached, map_tensors, named_tensors
+from safeckpt.state.tree import ENTER, detached, map_tensors, map_tree, named_leaves, named_tensors
 from tests.state.photo import likeness, photograph
 from tests.state.tensors import SPECIAL, TORCH_WARNINGS
 
@@ -191,3 +191,26 @@ def test_mapping_leaves_the_original_alone():
     mapped = map_tensors(tree, lambda tensor: tensor + 1, copy.deepcopy)
     assert photograph(tree) == before
     assert mapped["a"][1]["b"][0].tolist() == [2.0]
+
+
+def test_number_in_two_places_is_named_in_both():
+    """Numbers and strings have no identity of their own: two ranks may share one or not, and hold the same."""
+    one = 10.5
+    assert list(named_leaves({"a": one, "b": [one, one]})) == [("a", one), ("b.0", one), ("b.1", one)]
+
+
+def test_walk_can_keep_containers_whole_and_name_empty_ones():
+    """A walk that compares states has to see an empty list; one that guards tensors has not."""
+    tree = {"a": [], "b": {1}, "c": {"d": ()}}
+    assert list(named_leaves(tree)) == [("b.0", 1)]
+    assert list(named_leaves(tree, whole=(set,), empty=True)) == [("a", []), ("b", {1}), ("c.d", ())]
+
+
+def test_map_replaces_what_its_function_returns_and_enters_the_rest():
+    """A dict that stands for a tensor is replaced as a whole; what is shared stays shared."""
+    shared = {"key": "x"}
+    tree = {"a": shared, "b": [shared, 1], "c": ({"other": shared},)}
+    result = map_tree(tree, lambda value: [9] if isinstance(value, dict) and "key" in value else ENTER)
+    assert result == {"a": [9], "b": [[9], 1], "c": ({"other": [9]},)}
+    assert result["a"] is result["b"][0] is result["c"][0]["other"]
+    assert tree["a"] is shared
