@@ -5,7 +5,7 @@ from safeckpt.state.component import Component
 from safeckpt.state.fsdp import refuse_unreduced
 from safeckpt.state.gradients import Gradients
 from safeckpt.state.guard import Guard, check_gradients, find_nonfinite
-from safeckpt.state.loss import Loss, nonfinite_loss
+from safeckpt.state.loss import Loss
 from safeckpt.state.registry import register, uncaptured
 from safeckpt.state.snapshot import RESERVED_KEY, Plan, Snapshot, capture, plan
 from safeckpt.state.staging import Staging
@@ -27,7 +27,6 @@ __all__ = [
     "copy_tree",
     "find_nonfinite",
     "guard_from_record",
-    "nonfinite_loss",
     "plan",
     "refuse_unreduced",
     "register",

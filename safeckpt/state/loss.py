@@ -18,7 +18,7 @@ import torch
 
 from safeckpt.system.tensor_kind import TensorKind, describe_missing_memory, kind_of
 
-__all__ = ["MOST_BYTES", "Loss", "as_floats", "as_numbers", "from_json", "nonfinite_loss", "refuse_long", "to_json"]
+__all__ = ["MOST_BYTES", "Loss", "from_json", "refuse_long", "to_json"]
 
 MOST_BYTES = 400_000  # of a loss, and of the metrics, as JSON: both are in the header, which 1 MiB bounds
 _NUMBER_BYTES = 26  # of the longest float, and what stands between two
@@ -257,18 +257,3 @@ def from_json(value: Any) -> Any:
     if isinstance(value, list):
         return [from_json(item) for item in value]
     return float(value) if isinstance(value, str | int) else value
-
-
-def as_numbers(loss: Any) -> Any:
-    """Return `Loss.numbers`."""
-    return Loss.read(loss).numbers
-
-
-def as_floats(loss: Any) -> Any:
-    """Return `Loss.floats`."""
-    return Loss.read(loss).floats
-
-
-def nonfinite_loss(loss: Any, name: str = "loss") -> str | None:
-    """Return `Loss.nonfinite`."""
-    return Loss.read(loss, name).nonfinite
