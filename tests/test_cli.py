@@ -18,10 +18,7 @@ import safeckpt
 from safeckpt.cli import main
 from safeckpt.cli.changes import _distance
 from tests.faults import contents, names_in
-from tests.fixtures import one_thread
 from tests.training import Run
-
-__all__ = ["one_thread"]
 
 pytest.importorskip("click")
 pytest.importorskip("rich")

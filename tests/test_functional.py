@@ -22,15 +22,13 @@ import torch
 
 import safeckpt
 from safeckpt.store import names
-from tests import children, fixtures
+from tests import children
 from tests.faults import Fault, LineInterrupt, as_nobody, contents, descriptor_count, intercept, names_in
 from tests.training import bits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-memory_path = fixtures.memory_path
-one_thread = fixtures.one_thread
 PACKAGE = Path(safeckpt.__file__).parent
 
 

@@ -25,11 +25,8 @@ from safeckpt.state import transfer
 from safeckpt.state.tree import named_tensors
 from tests import children
 from tests.faults import Fault, Interrupt, Kill, Operation, Recorder, in_child, intercept
-from tests.fixtures import memory_path, one_thread
 from tests.manager.helpers import checkpoint_files, events_in, manager_of, steps_in, temps_in
 from tests.training import Marked, Run, bits, state_of
-
-__all__ = ["memory_path", "one_thread"]
 
 
 class Gate:

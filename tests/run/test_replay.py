@@ -21,10 +21,7 @@ from safeckpt.state.loss import Loss
 from tests.children import Child
 from tests.digits import Digits
 from tests.faults import Fault, contents, intercept
-from tests.fixtures import memory_path, one_thread
 from tests.training import Run
-
-__all__ = ["memory_path", "one_thread"]
 
 OPTIONS: dict[str, Any] = {"lock_timeout_seconds": 0}
 

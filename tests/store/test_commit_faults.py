@@ -128,14 +128,14 @@ def without_temps(content: Content) -> Content:
 
 @by_name
 @pytest.mark.parametrize("error", ERRNOS, ids=errno.errorcode.get)
-def test_operation_that_fails_loses_nothing(quick_path: Path, scenario: Scenario, error: int) -> None:
+def test_operation_that_fails_loses_nothing(memory_path: Path, scenario: Scenario, error: int) -> None:
     """Whichever operation fails, the errno comes out, the directory is as before or as after, and the next save works.
 
     Before the rename nothing has changed; when the directory cannot be synced the new file is there, nothing older is
     gone, and the error says so; a prune that fails is a warning; a listing for the sweep may fail unheard.
     """
-    for number, kind in enumerate(operations(quick_path, scenario), 1):
-        path = fresh(quick_path, number, scenario.before)
+    for number, kind in enumerate(operations(memory_path, scenario), 1):
+        path = fresh(memory_path, number, scenario.before)
         fault = Fault(number, error)
         before = descriptor_count()
         with warnings.catch_warnings(record=True) as caught, intercept(fault):
@@ -168,10 +168,10 @@ def test_operation_that_fails_loses_nothing(quick_path: Path, scenario: Scenario
 
 @by_name
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_interrupt_at_an_operation_loses_nothing(quick_path: Path, scenario: Scenario, when: str) -> None:
+def test_interrupt_at_an_operation_loses_nothing(memory_path: Path, scenario: Scenario, when: str) -> None:
     """Ctrl-C before or after any operation comes out as itself, with the old or the new content and no temporary."""
-    for number, kind in enumerate(operations(quick_path, scenario), 1):
-        path = fresh(quick_path, number, scenario.before)
+    for number, kind in enumerate(operations(memory_path, scenario), 1):
+        path = fresh(memory_path, number, scenario.before)
         interrupt = Interrupt(number, when)
         before = descriptor_count()
         with warnings.catch_warnings(), intercept(interrupt):
@@ -189,7 +189,7 @@ def test_interrupt_at_an_operation_loses_nothing(quick_path: Path, scenario: Sce
 
 @by_name
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_kill_at_an_operation_loses_nothing(quick_path: Path, scenario: Scenario, when: str) -> None:
+def test_kill_at_an_operation_loses_nothing(memory_path: Path, scenario: Scenario, when: str) -> None:
     """SIGKILL before or after any operation leaves the old or the new content, and the next save clears the rest."""
 
     def run() -> None:
@@ -197,8 +197,8 @@ def test_kill_at_an_operation_loses_nothing(quick_path: Path, scenario: Scenario
             scenario.run(path)
 
     temps = 0
-    for number in range(1, len(operations(quick_path, scenario)) + 1):
-        path = fresh(quick_path, number, scenario.before)
+    for number in range(1, len(operations(memory_path, scenario)) + 1):
+        path = fresh(memory_path, number, scenario.before)
         kill = Kill(number, when)
         assert in_child(run).signal == signal.SIGKILL
         assert without_temps(contents(path)) in (scenario.before, scenario.committed, scenario.after)
@@ -209,13 +209,13 @@ def test_kill_at_an_operation_loses_nothing(quick_path: Path, scenario: Scenario
 
 
 @by_name
-def test_interrupt_at_any_line_loses_nothing(quick_path: Path, scenario: Scenario) -> None:
+def test_interrupt_at_any_line_loses_nothing(memory_path: Path, scenario: Scenario) -> None:
     """Ctrl-C at any executed line of the package comes out as itself and leaves no temporary file or descriptor."""
     number, fired = 0, True
     before = descriptor_count()
     while fired:
         number += 1
-        path = fresh(quick_path, number, scenario.before)
+        path = fresh(memory_path, number, scenario.before)
         interrupt = LineInterrupt(number, STORE)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)

@@ -1,0 +1,72 @@
+"""What every test gets: one thread, seeded streams, the signals of a foreground process; and directories to ask for."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+
+
+def pytest_configure() -> None:
+    """Hear signals as in a terminal's foreground: a script's background and nohup ignore some, in children too."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Take what torch and Python say about workers on a small machine for no failure of the loader's tests."""
+    for item in items:
+        if HERE / "loader" in item.path.parents:
+            item.add_marker(pytest.mark.filterwarnings("ignore:This DataLoader will create"))
+            item.add_marker(pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork"))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Compute in one thread: sums of several differ in their last bits, and the cores are for other processes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def same_streams() -> None:
+    """Start every test from the same seeds: none depends on those before it."""
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+
+
+@pytest.fixture
+def memory_path(tmp_path: Path) -> Iterator[Path]:
+    """A directory in memory where there is one: for many syncs whose effect on a disk is not the question."""
+    memory = Path("/dev/shm")
+    if not os.access(memory, os.W_OK):
+        yield tmp_path
+        return
+    path = Path(tempfile.mkdtemp(dir=memory))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def public_path() -> Iterator[Path]:
+    """A directory that other users can reach, unlike pytest's own."""
+    path = Path(tempfile.mkdtemp())
+    path.chmod(0o755)
+    yield path
+    path.chmod(0o700)
+    shutil.rmtree(path)
