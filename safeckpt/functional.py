@@ -15,7 +15,7 @@ from safeckpt.errors import NonFiniteError
 from safeckpt.file import FileReport
 from safeckpt.state.guard import find_nonfinite
 from safeckpt.state.loss import Loss
-from safeckpt.store import commit
+from safeckpt.store import commit, expand_user
 from safeckpt.system.threads import Progress
 
 __all__ = ["load", "save", "verify"]
@@ -75,6 +75,7 @@ def save(
             f"pickle_protocol={pickle_protocol!r}: weights_only=True reads protocols "
             f"{' and '.join(map(str, _READABLE_PROTOCOLS))} only"
         )
+    f = expand_user(f)
     _refuse_nonfinite(obj, loss, allow_nonfinite, f)
     if not isinstance(f, str | os.PathLike) and not callable(getattr(f, "write", None)):
         raise TypeError(f"f must be a path or an object with write(); got {type(f).__name__}")
@@ -145,7 +146,7 @@ def load(
             f"weights_only={weights_only!r}: a file loaded that way can run any code. Register the types you trust "
             "with torch.serialization.add_safe_globals and load with weights_only=True"
         )
-    with _file.open_checkpoint(f) as opened:
+    with _file.open_checkpoint(expand_user(f)) as opened:
         if isinstance(opened, _file.CheckpointFolder) and (
             mmap or isinstance(map_location, dict) or callable(map_location)
         ):
@@ -179,5 +180,5 @@ def verify(path: str | os.PathLike[str], *, progress: Progress | None = None) ->
     Cost:
         Reads the file once, at the speed of the disk or of CRC-32 on a few threads. Builds no tensor.
     """
-    with _file.open_checkpoint(path) as opened:
+    with _file.open_checkpoint(expand_user(path)) as opened:
         return opened.verify(progress=progress)

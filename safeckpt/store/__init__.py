@@ -5,6 +5,7 @@ from safeckpt.store.directory import Aside, CheckpointDirectory
 from safeckpt.store.events import EventLog
 from safeckpt.store.lock import WriterLock
 from safeckpt.store.losses import LossLog
+from safeckpt.store.names import expand_user
 from safeckpt.store.retention import (
     Best,
     KeepBest,
@@ -28,5 +29,6 @@ __all__ = [
     "WriterLock",
     "asides_to_prune",
     "commit",
+    "expand_user",
     "to_prune",
 ]

@@ -227,7 +227,7 @@ def _target(path: str | os.PathLike[str]) -> Path:
     A directory is refused before gigabytes are written, and a device or a pipe is refused at all: the rename would
     replace ``/dev/null`` by a file.
     """
-    text = os.fspath(path)
+    text = os.fspath(names.expand_user(path))
     target = Path(text)
     if not text:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), text)

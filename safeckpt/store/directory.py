@@ -48,7 +48,7 @@ class CheckpointDirectory:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path).absolute()
+        self.path = Path(names.expand_user(path)).absolute()
         self.events = EventLog(self.path / names.EVENTS)
         self.losses = LossLog(self.path / names.LOSSES)
         self._is_durable = False  # the name of the directory, as far as this object has seen to it

@@ -57,7 +57,7 @@ class WriterLock:
     """
 
     def __init__(self, directory: str | os.PathLike[str], timeout_seconds: float = 10.0) -> None:
-        self.directory = Path(directory).absolute()
+        self.directory = Path(names.expand_user(directory)).absolute()
         self.timeout_seconds = checked_number("timeout_seconds", timeout_seconds)
         self._lock: filelock.BaseFileLock | None = None
         self._identity: _Place | None = None  # of the lock file

@@ -20,7 +20,8 @@ import functools
 import os
 import re
 import secrets
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from safeckpt.system.arguments import checked_int
 
@@ -33,6 +34,7 @@ __all__ = [
     "LOCK",
     "LOSSES",
     "aside_name",
+    "expand_user",
     "folder_name",
     "is_folder",
     "parse_aside",
@@ -42,6 +44,8 @@ __all__ = [
     "temp_name",
     "temps_of",
 ]
+
+T = TypeVar("T")
 
 LOCK = ".writer.lock"
 HOLDER = ".writer.json"
@@ -82,6 +86,22 @@ def folder_name(step: int) -> str:
 def is_folder(name: str) -> bool:
     """Return whether a checkpoint's name, set aside or not, is that of a directory."""
     return not name.endswith(".pt") and (parse_step(name) is not None or parse_aside(name) is not None)
+
+
+def expand_user(path: T) -> T:
+    """Return a path with `~` and `~user` at its start replaced as a shell does; anything else as it is.
+
+    Example:
+        >>> expand_user("runs/~tmp")
+        'runs/~tmp'
+    """
+    if not isinstance(path, str | os.PathLike):
+        return path
+    text = os.fspath(cast("Any", path))
+    expanded = os.path.expanduser(text)  # noqa: PTH111 - pathlib raises where a shell leaves the name as it is
+    if expanded == text:
+        return path
+    return cast("T", Path(expanded) if isinstance(path, Path) else expanded)
 
 
 # A listing is parsed at every save and hardly changes: looking a name up again costs a tenth of matching it.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from safeckpt.store import names
@@ -153,3 +155,23 @@ def test_directory_of_a_sharded_checkpoint_has_the_name_of_its_step() -> None:
         assert names.is_folder(name)
     for name in (*STEPS, *ASIDES, *NEAR_MISSES):
         assert not names.is_folder(name)
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("~", "/home/someone"),
+        ("~/runs/a", "/home/someone/runs/a"),
+        (Path("~/runs"), Path("/home/someone/runs")),
+        ("runs/~", "runs/~"),
+        ("./~/runs", "./~/runs"),
+        ("/~", "/~"),
+        ("~nobody-of-this-name/runs", "~nobody-of-this-name/runs"),
+        ("", ""),
+        (7, 7),
+    ],
+)
+def test_tilde_is_expanded_as_a_shell_does(monkeypatch: pytest.MonkeyPatch, path: object, expected: object) -> None:
+    """Only at the start, for this user's and other users' homes; what has no home stays as it is."""
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert names.expand_user(path) == expected
