@@ -1,17 +1,48 @@
 """Checkpoints that come back as the same run: finite, whole, verified, and proven equal."""
 
+from typing import TYPE_CHECKING
+
 from safeckpt import errors
-from safeckpt.distributed import Ranks
 from safeckpt.errors import *  # noqa: F403 - listed there, and nowhere else
-from safeckpt.file import FileReport
-from safeckpt.functional import load, save, verify
-from safeckpt.loader import ResumableLoader
-from safeckpt.manager import CheckpointManager
-from safeckpt.proof import ResumeReport, prove_resume
-from safeckpt.run.catalog import Checkpoint, latest
-from safeckpt.run.replay import ReplayReport
-from safeckpt.state import Guard, check_gradients, find_nonfinite
-from safeckpt.store import Best
+from safeckpt.system.lazy import module_getattr
+
+if TYPE_CHECKING:
+    from safeckpt.distributed import Ranks
+    from safeckpt.file import FileReport
+    from safeckpt.functional import load, save, verify
+    from safeckpt.loader import ResumableLoader
+    from safeckpt.manager import CheckpointManager
+    from safeckpt.proof import ResumeReport, prove_resume
+    from safeckpt.run.catalog import Checkpoint, latest
+    from safeckpt.run.replay import ReplayReport
+    from safeckpt.state import Guard, check_gradients, find_nonfinite
+    from safeckpt.store import Best
+else:
+    # Imported when first used: the command line lists and verifies checkpoints without torch, which takes seconds to
+    # import, and a training script pays for no part that it does not use.
+    _MODULES = {
+        "Best": "safeckpt.store",
+        "Checkpoint": "safeckpt.run.catalog",
+        "CheckpointManager": "safeckpt.manager",
+        "FileReport": "safeckpt.file",
+        "Guard": "safeckpt.state",
+        "Ranks": "safeckpt.distributed",
+        "ReplayReport": "safeckpt.run.replay",
+        "ResumableLoader": "safeckpt.loader",
+        "ResumeReport": "safeckpt.proof",
+        "check_gradients": "safeckpt.state",
+        "find_nonfinite": "safeckpt.state",
+        "latest": "safeckpt.run.catalog",
+        "load": "safeckpt.functional",
+        "prove_resume": "safeckpt.proof",
+        "save": "safeckpt.functional",
+        "verify": "safeckpt.functional",
+    }
+    __getattr__ = module_getattr(__name__, _MODULES)
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_MODULES})
+
 
 __version__ = "0.1.0"
 

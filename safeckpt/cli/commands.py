@@ -11,14 +11,8 @@ from typing import Any
 
 import click
 
-from safeckpt.cli.changes import diff
-from safeckpt.cli.listing import list_directory, show_file, show_log
 from safeckpt.cli.screen import Screen, error_line, printable, write, write_json
-from safeckpt.cli.target import TargetError, resolve
-from safeckpt.cli.upkeep import extract, prune, verify_paths
 from safeckpt.errors import DamagedCheckpointError, SafeckptError
-from safeckpt.file import is_folder
-from safeckpt.proof import prove_resume
 
 __all__ = ["run"]
 
@@ -43,6 +37,8 @@ def _file(name: str) -> Callable[[Any], Any]:
 
 def _one_checkpoint(_: click.Context, __: click.Parameter, path: str) -> str:
     """Refuse a directory that is not itself a checkpoint."""
+    from safeckpt.file import is_folder
+
     if Path(path).is_dir() and not is_folder(path):
         raise click.BadParameter(f"{path} is a directory; name one checkpoint, `safeckpt list {path}` shows them.")
     return path
@@ -84,7 +80,7 @@ def group() -> None:
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def demo(arguments: tuple[str, ...]) -> int:
     """Train, kill, resume, poison, roll back: the library at work, in a minute."""
-    from safeckpt.demo import main  # noqa: PLC0415 - nothing else needs it
+    from safeckpt.demo import main
 
     return main(list(arguments))
 
@@ -97,6 +93,8 @@ def list_(directory: str, *, as_json: bool) -> int:
 
     The check is the cheap one: name, trailer, size, structure. `verify` reads every byte.
     """
+    from safeckpt.cli.listing import list_directory
+
     return list_directory(Screen(as_json=as_json), directory)
 
 
@@ -106,6 +104,8 @@ def list_(directory: str, *, as_json: bool) -> int:
 @_json
 def show(file: str, *, everything: bool, as_json: bool) -> int:
     """Show what is in FILE: components, tensors, loss, metrics, environment."""
+    from safeckpt.cli.showing import show_file
+
     return show_file(Screen(as_json=as_json), file, everything=everything)
 
 
@@ -117,6 +117,8 @@ def verify(paths: tuple[str, ...], *, as_json: bool) -> int:
 
     Exit code 1 when one of them is not good.
     """
+    from safeckpt.cli.verification import verify_paths
+
     return verify_paths(Screen(as_json=as_json), paths)
 
 
@@ -131,6 +133,8 @@ def diff_(a: str, b: str, *, everything: bool, as_json: bool) -> int:
     The largest change of a tensor is that of one element; relative is that change as a share of the largest element
     of A. Exit code 1 when anything differs.
     """
+    from safeckpt.cli.changes import diff
+
     return diff(Screen(as_json=as_json), a, b, everything=everything)
 
 
@@ -140,6 +144,8 @@ def diff_(a: str, b: str, *, everything: bool, as_json: bool) -> int:
 @_json
 def log(directory: str, last: int | None, *, as_json: bool) -> int:
     """Print the history of DIRECTORY: saved, refused, restored, rolled back."""
+    from safeckpt.cli.listing import show_log
+
     return show_log(Screen(as_json=as_json), directory, last)
 
 
@@ -166,6 +172,8 @@ def prune_(
     Every checkpoint that stays for being one of the last is verified first; damaged ones are never deleted and never
     count. Takes the writer lock, so it is refused while a training run holds the directory (--dry-run is not).
     """
+    from safeckpt.cli.pruning import prune
+
     return prune(
         Screen(as_json=as_json), directory, keep_last=keep_last, keep_every=keep_every, keep_best=keep_best,
         dry_run=dry_run, yes=yes or as_json,
@@ -180,6 +188,8 @@ def prune_(
 @_json
 def extract_(file: str, component: str, output: str, *, force: bool, as_json: bool) -> int:
     """Write one COMPONENT of FILE, for example model, into a file of its own."""
+    from safeckpt.cli.extraction import extract
+
     return extract(Screen(as_json=as_json), file, component, output, force=force)
 
 
@@ -213,6 +223,9 @@ def prove(
 
     Exit code 1 when the resumed losses are not exactly those of the uninterrupted run.
     """
+    from safeckpt.cli.target import TargetError, resolve
+    from safeckpt.proof import prove_resume
+
     screen = Screen(as_json=as_json)
     kills = list(kill_at) or [min(10, steps - 1)]
     if max(kills) >= steps:

@@ -1,22 +1,15 @@
-"""`list`, `show` and `log`: what is in a directory, in a file, in a history."""
+"""`list` and `log`: what is in a directory and in its history. Needs no torch, which takes seconds to import."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from safeckpt.cli.contents import Contents, Entry, read
 from safeckpt.cli.screen import Screen, number, size
 from safeckpt.errors import LoadError
-from safeckpt.proof.leaves import flatten, leaf
 from safeckpt.run.catalog import Catalog, Checkpoint, reason_of
-from safeckpt.state import find_nonfinite
 from safeckpt.store import CheckpointDirectory
 
-__all__ = ["list_directory", "show_file", "show_log"]
-
-_MOST_ROWS = 40
+__all__ = ["described", "list_directory", "show_log"]
 
 
 def list_directory(screen: Screen, path: str) -> int:
@@ -26,7 +19,7 @@ def list_directory(screen: Screen, path: str) -> int:
     rows = []
     for step in files.steps():
         try:
-            rows.append(_described(catalog.peek(step)) | {"good": True})
+            rows.append(described(catalog.peek(step)) | {"good": True})
         except FileNotFoundError:
             continue  # pruned by its writer a moment ago
         except LoadError as error:
@@ -49,7 +42,8 @@ def list_directory(screen: Screen, path: str) -> int:
     return 0
 
 
-def _described(checkpoint: Checkpoint) -> dict[str, Any]:
+def described(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return a checkpoint as JSON has it."""
     return {
         "step": checkpoint.step,
         "path": checkpoint.path,
@@ -66,95 +60,6 @@ def _row(row: dict[str, Any]) -> tuple[str, ...]:
         return str(row["step"]), "", "", "", "", f"not good: {row['reason']}"
     when = row["created_at"][:19].replace("T", " ")
     return str(row["step"]), when, size(row["size_bytes"]), number(row["loss"]), number(row["metrics"]), "ok"
-
-
-def show_file(screen: Screen, path: str, *, everything: bool) -> int:
-    """Print what is in one file, every byte of it verified."""
-    with screen.status(f"verifying {path}"):
-        contents = read(path)
-        bad = {one.name: one for one in find_nonfinite({entry.name: entry.value for entry in contents.entries})}
-    components = [_component(contents, name, bad) for name in contents.kinds]
-    entries = [_entry(entry, bad) for entry in contents.entries]
-    head = {
-        "path": contents.report.path,
-        "size_bytes": contents.report.size_bytes,
-        "self_proving": contents.report.self_proving,
-        "format_version": contents.report.format_version,
-        **({} if contents.checkpoint is None else _described(contents.checkpoint)),
-    }
-    if screen.as_json:
-        screen.json({**head, "components": components, "values": entries, "environment": contents.environment})
-        return 0
-    screen.line(str(contents.report))
-    if contents.checkpoint is not None:
-        one = contents.checkpoint
-        screen.line(f"step {one.step}, saved {one.created_at:%Y-%m-%d %H:%M:%S} UTC, run {one.run_id}")
-        screen.line(f"loss {number(one.loss) or 'not given'}; metrics {number(one.metrics) or 'none'}")
-    screen.line()
-    screen.table(
-        ("component", "kind", "tensors", "elements", "bytes", "not finite", "other values"),
-        [
-            (
-                one["name"], one["kind"], str(one["tensors"]), f"{one['elements']:,}", size(one["size_bytes"]),
-                str(one["nonfinite_tensors"]), str(one["values"]),
-            )
-            for one in components
-        ],
-        right=("tensors", "elements", "bytes", "not finite", "other values"),
-    )  # fmt: skip
-    screen.line()
-    shown = entries if everything else [one for one in entries if "dtype" in one]
-    rest = 0 if everything else max(0, len(shown) - _MOST_ROWS)
-    screen.table(
-        ("name", "dtype", "shape", "bytes", "NaN", "Inf") if not everything else
-        ("name", "kind", "value", "bytes", "NaN", "Inf"),
-        [_cells(one, everything=everything) for one in shown[: len(shown) - rest]],
-        right=("bytes", "NaN", "Inf"),
-    )  # fmt: skip
-    if rest:
-        screen.line(f"... and {rest} more tensors; --all shows them, and the plain values")
-    if contents.environment:
-        screen.line()
-        screen.line("environment: " + ", ".join(f"{name} {value}" for name, value in flatten(contents.environment, "")))
-    return 0
-
-
-def _component(contents: Contents, name: str, bad: dict[str, Any]) -> dict[str, Any]:
-    entries = [entry for entry in contents.entries if entry.component == name]
-    tensors = [entry for entry in entries if isinstance(entry.value, torch.Tensor)]
-    return {
-        "name": name,
-        "kind": contents.kinds[name],
-        "tensors": len(tensors),
-        "elements": sum(entry.value.numel() for entry in tensors),
-        "size_bytes": sum(entry.size_bytes for entry in tensors),
-        "nonfinite_tensors": sum(entry.name in bad for entry in tensors),
-        "values": len(entries) - len(tensors),
-    }
-
-
-def _entry(entry: Entry, bad: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {"name": entry.name, "component": entry.component, "kind": entry.kind}
-    if not isinstance(entry.value, torch.Tensor):
-        return {**found, "value": leaf("", entry.value).shown}
-    report = bad.get(entry.name)
-    return {
-        **found,
-        "dtype": str(entry.value.dtype).removeprefix("torch."),
-        "shape": list(entry.value.size()),
-        "size_bytes": entry.size_bytes,
-        "nan_count": 0 if report is None else report.nan_count,
-        "inf_count": 0 if report is None else report.inf_count,
-    }
-
-
-def _cells(one: dict[str, Any], *, everything: bool) -> tuple[str, ...]:
-    if "dtype" not in one:
-        return one["name"], one["kind"], one["value"], "", "", ""
-    counts = (size(one["size_bytes"]), str(one["nan_count"] or ""), str(one["inf_count"] or ""))
-    if everything:
-        return one["name"], one["kind"], f"{one['dtype']}{one['shape']}", *counts
-    return one["name"], one["dtype"], str(one["shape"]), *counts
 
 
 def show_log(screen: Screen, path: str, last: int | None) -> int:

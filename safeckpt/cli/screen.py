@@ -13,12 +13,13 @@ import unicodedata
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from rich.text import Text
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 __all__ = ["Screen", "error_line", "number", "printable", "size", "write", "write_json"]
 
@@ -53,6 +54,8 @@ class Screen:
             rows: Their texts.
             right: Headings of columns of numbers.
         """
+        from rich.table import Table  # noqa: PLC0415 - a quarter of the time that a command takes
+
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
         for column in columns:
             table.add_column(column, justify="right" if column in right else "left", overflow="fold")
@@ -63,6 +66,14 @@ class Screen:
     @contextmanager
     def progress(self, total_bytes: int) -> Iterator[Progress]:
         """Show a bar on standard error while a block runs; its first task counts bytes."""
+        from rich.progress import (  # noqa: PLC0415 - as above
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+        )
+
         columns = (TextColumn("{task.description}", markup=False), BarColumn(20), DownloadColumn(), TimeElapsedColumn())
         quiet = self.as_json or not self._errors.is_terminal
         with Progress(*columns, console=self._errors, transient=True, disable=quiet) as progress:

@@ -1,12 +1,50 @@
 """Payload <-> bytes of one file: encode, write, checksum, read, verify."""
 
-from safeckpt.file.file_report import FileReport
-from safeckpt.file.reading.checkpoint_file import CheckpointFile, open_file, verify
-from safeckpt.file.reading.sharded import INDEX, CheckpointFolder, ShardFile, is_folder, open_checkpoint, shard_of_bytes
-from safeckpt.file.reading.source import Part, source_of
-from safeckpt.file.trailer import FORMAT_VERSION
-from safeckpt.file.writing.encoding import encode
-from safeckpt.file.writing.write import PreparedFile, WrittenFile, prepare, write_file, write_joined
+from typing import TYPE_CHECKING
+
+from safeckpt.system.lazy import module_getattr
+
+if TYPE_CHECKING:
+    from safeckpt.file.file_report import FileReport
+    from safeckpt.file.reading.checkpoint_file import CheckpointFile, open_file, verify
+    from safeckpt.file.reading.sharded import (
+        INDEX,
+        CheckpointFolder,
+        ShardFile,
+        is_folder,
+        open_checkpoint,
+        shard_of_bytes,
+    )
+    from safeckpt.file.reading.source import Part, source_of
+    from safeckpt.file.trailer import FORMAT_VERSION
+    from safeckpt.file.writing.encoding import encode
+    from safeckpt.file.writing.write import PreparedFile, WrittenFile, prepare, write_file, write_joined
+else:
+    # Imported when first used: a file is verified, and its header read, without torch.
+    __getattr__ = module_getattr(
+        __name__,
+        {
+            "CheckpointFile": "safeckpt.file.reading.checkpoint_file",
+            "CheckpointFolder": "safeckpt.file.reading.sharded",
+            "FORMAT_VERSION": "safeckpt.file.trailer",
+            "FileReport": "safeckpt.file.file_report",
+            "INDEX": "safeckpt.file.reading.sharded",
+            "Part": "safeckpt.file.reading.source",
+            "PreparedFile": "safeckpt.file.writing.write",
+            "ShardFile": "safeckpt.file.reading.sharded",
+            "WrittenFile": "safeckpt.file.writing.write",
+            "encode": "safeckpt.file.writing.encoding",
+            "is_folder": "safeckpt.file.reading.sharded",
+            "open_checkpoint": "safeckpt.file.reading.sharded",
+            "open_file": "safeckpt.file.reading.checkpoint_file",
+            "prepare": "safeckpt.file.writing.write",
+            "shard_of_bytes": "safeckpt.file.reading.sharded",
+            "source_of": "safeckpt.file.reading.source",
+            "verify": "safeckpt.file.reading.checkpoint_file",
+            "write_file": "safeckpt.file.writing.write",
+            "write_joined": "safeckpt.file.writing.write",
+        },
+    )
 
 __all__ = [
     "FORMAT_VERSION",

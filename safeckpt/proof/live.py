@@ -41,11 +41,16 @@ _DEEPEST = 6
 _MOST_ARRAY_BYTES = 1 << 22  # NumPy arrays do not tell whether they were written to, so each is read at every step
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, np.generic, itertools.count)
 _OWN_OF_MODULE = frozenset(vars(nn.Module()))
-_OWN_OF_OPTIMIZER = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)))
 _LIBRARIES = frozenset({"torch", "numpy", "safeckpt", "matplotlib", "_pytest", "pytest"}) | sys.stdlib_module_names
 _Read = tuple[weakref.ref[torch.Tensor], tuple[Any, ...], Leaf]  # a tensor, what its last write was, and its leaf
 _CAPTURED_WHOLE = (LRScheduler, torch.amp.GradScaler, *GeneratorComponent.types)
 _CODE = (type, types.ModuleType, types.FunctionType)
+
+
+@functools.cache
+def _own_of_optimizer() -> frozenset[str]:
+    """Return the attributes that every optimizer has. Not at import: the first optimizer imports torch's compiler."""
+    return frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)))
 
 
 class LiveObjects:
@@ -93,7 +98,7 @@ class _Walk:
                 self._module(join(name, path), module)
         elif isinstance(obj, Optimizer):
             self._items(
-                name, {key: one for key, one in vars(obj).items() if key not in _OWN_OF_OPTIMIZER}, ATTRIBUTE, 0
+                name, {key: one for key, one in vars(obj).items() if key not in _own_of_optimizer()}, ATTRIBUTE, 0
             )
         elif isinstance(obj, _CAPTURED_WHOLE) or type(obj) is dict:
             return

@@ -11,7 +11,7 @@ from typing import Any
 from safeckpt.proof.compare import TOLERANCES, Difference, Findings, first_index, relative_difference
 from safeckpt.proof.leaves import flatten
 from safeckpt.proof.text import one_screen
-from safeckpt.state.loss import to_json
+from safeckpt.system.json_numbers import to_json
 
 __all__ = ["KillReport", "ResumeReport"]
 

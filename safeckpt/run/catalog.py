@@ -20,8 +20,8 @@ from safeckpt.errors import (
     SkippedCheckpointWarning,
 )
 from safeckpt.file import INDEX, CheckpointFile, CheckpointFolder, open_checkpoint
-from safeckpt.state.loss import from_json, to_json
 from safeckpt.store import CheckpointDirectory
+from safeckpt.system.json_numbers import from_json, to_json
 from safeckpt.system.threads import Progress
 from safeckpt.system.warn import warn_caller
 

@@ -18,7 +18,7 @@ import torch
 
 from safeckpt.system.tensor_kind import TensorKind, describe_missing_memory, kind_of
 
-__all__ = ["MOST_BYTES", "Loss", "from_json", "refuse_long", "to_json"]
+__all__ = ["MOST_BYTES", "Loss", "refuse_long"]
 
 MOST_BYTES = 400_000  # of a loss, and of the metrics, as JSON: both are in the header, which 1 MiB bounds
 _NUMBER_BYTES = 26  # of the longest float, and what stands between two
@@ -239,21 +239,3 @@ def _values(numbers: Any) -> Iterator[float]:
         yield from (numbers.real, numbers.imag)
     elif numbers is not None:
         yield float(numbers)
-
-
-def to_json(value: Any) -> Any:
-    """Return floats, and dicts and lists of them, with NaN and infinities as strings: JSON has no word for them."""
-    if isinstance(value, dict):
-        return {str(key): to_json(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [to_json(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def from_json(value: Any) -> Any:
-    """Return what `to_json` was given."""
-    if isinstance(value, dict):
-        return {key: from_json(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [from_json(item) for item in value]
-    return float(value) if isinstance(value, str | int) else value

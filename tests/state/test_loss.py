@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from safeckpt import CheckpointManager
-from safeckpt.state.loss import MOST_BYTES, Loss, from_json, to_json
+from safeckpt.state.loss import MOST_BYTES, Loss
+from safeckpt.system.json_numbers import from_json, to_json
 
 NAN, INF = math.nan, math.inf
 

@@ -1,0 +1,106 @@
+"""`prune`: delete the checkpoints that no rule keeps. Needs no torch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import click
+
+from safeckpt.cli.screen import Screen, size
+from safeckpt.cli.verification import size_of, verified
+from safeckpt.errors import LoadError
+from safeckpt.run.catalog import Catalog
+from safeckpt.store import Best, CheckpointDirectory, KeepBest, KeepEvery, KeepLast, Policy, WriterLock, to_prune
+
+__all__ = ["prune"]
+
+
+def prune(
+    screen: Screen,
+    path: str,
+    *,
+    keep_last: int,
+    keep_every: int | None,
+    keep_best: Sequence[str],
+    dry_run: bool,
+    yes: bool,
+) -> int:
+    """Delete the checkpoints that no rule keeps, after every one that stays was verified."""
+    directory = CheckpointDirectory(path)
+    if dry_run:
+        return _prune(screen, directory, _policies(directory, keep_last, keep_every, keep_best), dry_run=True, yes=True)
+    with WriterLock(path, 0):
+        return _prune(screen, directory, _policies(directory, keep_last, keep_every, keep_best), dry_run=False, yes=yes)
+
+
+def _policies(
+    directory: CheckpointDirectory, keep_last: int, keep_every: int | None, keep_best: Sequence[str]
+) -> list[Policy]:
+    policies: list[Policy] = [KeepLast(keep_last)]
+    if keep_every is not None:
+        policies.append(KeepEvery(keep_every))
+    for text in keep_best:
+        metric, _, mode = text.partition(":")
+        if mode not in ("", "min", "max"):
+            raise click.UsageError(f"--keep-best takes METRIC, METRIC:min or METRIC:max; got {text!r}")
+        best = Best(metric, "max" if mode == "max" else "min")
+        policies.append(KeepBest(best, functools.partial(_score, Catalog(directory), metric)))
+    return policies
+
+
+def _score(catalog: Catalog, metric: str, step: int) -> float | None:
+    try:
+        checkpoint = catalog.peek(step)
+    except (LoadError, FileNotFoundError):
+        return None
+    value = checkpoint.metrics.get(metric, checkpoint.loss if metric == "loss" else None)
+    return value if isinstance(value, float) else None
+
+
+def _prune(screen: Screen, directory: CheckpointDirectory, policies: list[Policy], *, dry_run: bool, yes: bool) -> int:
+    steps = directory.steps()
+    sizes = {step: size_of(directory.path_of(step)) for step in steps}
+    with screen.progress(sum(sizes.values())) as progress:
+
+        def is_good(step: int) -> bool:
+            """Check every byte: what stays has to be worth more than what goes."""
+            progress.update(progress.task_ids[0], description=f"step {step}")
+            good: bool = verified(directory.path_of(step))["good"]
+            progress.advance(progress.task_ids[0], sizes[step])
+            return good
+
+        doomed = to_prune(steps, policies, is_good=is_good)
+    stays = [step for step in steps if step not in doomed]
+    if doomed and not dry_run and not yes:
+        screen.line(_listed(doomed, stays, sizes))
+        click.confirm("Delete?", abort=True)
+    deleted = [] if dry_run else [step for step in doomed if directory.remove(step)]
+    if deleted:
+        directory.events.append("pruned", steps=deleted, by="command line")
+    if screen.as_json:
+        screen.json(
+            {
+                "directory": directory.path,
+                "dry_run": dry_run,
+                "deleted": deleted,
+                "would_delete": doomed,
+                "stays": stays,
+            }
+        )
+    elif dry_run or not doomed:
+        screen.line(_listed(doomed, stays, sizes))
+    else:
+        screen.line(f"Deleted {len(deleted)} checkpoint(s), {size(sum(sizes[step] for step in deleted))}.")
+    return 0 if dry_run or deleted == doomed else 2
+
+
+def _listed(doomed: list[int], stays: list[int], sizes: dict[int, int]) -> str:
+    if not doomed:
+        return f"Nothing to delete. Stays: step {_steps(stays)}."
+    total = size(sum(sizes[step] for step in doomed))
+    return f"To delete: step {_steps(doomed)} ({total}). Stays: step {_steps(stays)}."
+
+
+def _steps(steps: list[int]) -> str:
+    return ", ".join(map(str, steps)) or "none"

@@ -1,0 +1,95 @@
+"""`verify`: check every byte of files and directories. Needs no torch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from safeckpt.cli.screen import Screen, printable, size
+from safeckpt.errors import LoadError
+from safeckpt.file import is_folder, open_checkpoint
+from safeckpt.run.catalog import reason_of
+from safeckpt.store import CheckpointDirectory
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+__all__ = ["size_of", "verified", "verify_paths"]
+
+
+def verify_paths(screen: Screen, paths: Sequence[str]) -> int:
+    """Check every byte of files, and of all checkpoints in directories; return 1 when one is not good."""
+    files = [file for path in paths for file in _files_of(Path(path))]
+    results = []
+    with screen.progress(sum(map(size_of, files))) as progress:
+        for file in files:
+            progress.update(progress.task_ids[0], description=printable(file.name))
+            shown = functools.partial(_show, progress, progress.tasks[0].completed)
+            results.append(verified(file, shown))
+            shown(results[-1]["size_bytes"], 0)
+    bad = [one for one in results if not one["good"]]
+    if screen.as_json:
+        screen.json(results)
+        return 1 if bad else 0
+    screen.table(
+        ("file", "size", "check"),
+        [(_short(one["path"], paths), size(one["size_bytes"]), one["text"]) for one in results],
+        right=("size",),
+    )
+    screen.line(f"{len(results) - len(bad)} of {len(results)} good")
+    return 1 if bad else 0
+
+
+def _short(path: Path, asked: Sequence[str]) -> str:
+    """Return a file's name when one directory was asked for, else its path."""
+    return path.name if len(asked) == 1 and Path(asked[0]).is_dir() else str(path)
+
+
+def _files_of(path: Path) -> list[Path]:
+    if not path.is_dir() or is_folder(path):
+        return [path]
+    directory = CheckpointDirectory(path)
+    found = [directory.path_of(step) for step in directory.steps()] + [aside.path for aside in directory.asides()]
+    if not found:
+        raise click.ClickException(f"{path} holds no checkpoint")
+    return found
+
+
+def size_of(path: Path) -> int:
+    """Return the size of a file, or of all files of a sharded checkpoint."""
+    if not path.is_dir():
+        return path.stat().st_size
+    return sum(one.stat().st_size for one in path.iterdir() if one.is_file())
+
+
+def _show(bar: Progress, before: float, done_bytes: int, _: int) -> None:
+    bar.update(bar.task_ids[0], completed=before + done_bytes)
+
+
+def verified(file: Path, progress: Callable[[int, int], object] | None = None) -> dict[str, Any]:
+    """Check every byte of a file and return what was found, as JSON has it; damage is a result, not an error."""
+    try:
+        with open_checkpoint(file) as opened:
+            report = opened.verify(progress=progress)
+    except LoadError as error:
+        where = getattr(error, "record", None)
+        reason = f"DAMAGED: {reason_of(error)}" + (f" (in {where})" if where else "")
+        return {
+            "path": file,
+            "good": False,
+            "size_bytes": size_of(file),
+            "text": reason,
+            "reason": reason_of(error),
+        }
+    return {
+        "path": file,
+        "good": True,
+        "size_bytes": report.size_bytes,
+        "self_proving": report.self_proving,
+        "text": "every byte checked" if report.self_proving else "plain torch: only record CRCs checked",
+        "reason": None,
+    }

@@ -1,0 +1,91 @@
+"""What is imported when: importing torch takes seconds, and looking at a directory of checkpoints needs none of it."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import safeckpt
+import safeckpt.file
+import safeckpt.run
+from tests.manager.helpers import save_steps
+
+HEAVY = ("torch._dynamo", "matplotlib", "click", "rich", "pandas", "lightning", "sqlite3")
+
+
+def run(code: str, *arguments: str) -> str:
+    """Run code in a fresh process and return what it prints."""
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_of_the_package_imports_nothing_else() -> None:
+    """`import safeckpt` alone loads the errors: neither torch nor any other part of the package."""
+    loaded = run("import sys; before = set(sys.modules); import safeckpt; print(*set(sys.modules) - before)").split()
+    ours = {name for name in loaded if name.startswith("safeckpt")}
+    assert ours == {"safeckpt", "safeckpt.errors", "safeckpt.system", "safeckpt.system.lazy"}
+    assert not {name.partition(".")[0] for name in loaded} & {"torch", "numpy", "filelock", *HEAVY}
+
+
+def test_no_public_name_imports_what_training_does_not_need() -> None:
+    """With every public name in use, torch's compiler, plotting and the command line's packages are not loaded."""
+    loaded = run("import sys; from safeckpt import *; print(CheckpointManager, *sys.modules)").split()
+    assert "torch" in loaded
+    assert not set(HEAVY) & set(loaded)
+
+
+def test_public_names_are_listed_before_they_are_used() -> None:
+    """`dir` knows every public name, and another name is an AttributeError."""
+    names = run("import safeckpt; print(*dir(safeckpt))").split()
+    assert set(safeckpt.__all__) <= set(names)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        safeckpt.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("package", [safeckpt, safeckpt.file, safeckpt.run], ids=lambda package: package.__name__)
+def test_type_checkers_see_the_names_that_are_there(package: types.ModuleType) -> None:
+    """Each name that a type checker finds is found at run time, in the same module; there is no other."""
+    (block,) = (
+        node
+        for node in ast.parse(Path(package.__file__ or "").read_text()).body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    seen = {alias.name: node.module for node in imports for alias in node.names}
+    tables = [node for line in block.orelse for node in ast.walk(line) if isinstance(node, ast.Dict)]
+    assert ast.literal_eval(tables[0]) == seen
+    assert all(hasattr(package, name) for name in seen)
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None  # an import of it is an ImportError
+from safeckpt.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--help",),
+        ("list", "{}"),
+        ("log", "{}"),
+        ("verify", "{}"),
+        ("verify", "{}/step-00000001.pt"),
+        ("prune", "{}", "--keep-last", "1", "--keep-best", "loss", "--dry-run"),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_commands_that_look_at_files_run_without_torch(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    """Listing, verifying and pruning do not import torch, so that they take no seconds to start."""
+    pytest.importorskip("click")
+    pytest.importorskip("rich")
+    save_steps(tmp_path, 1, 2)
+    assert run(WITHOUT_TORCH, *(one.format(tmp_path) for one in arguments))
