@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import safeckpt
+from tests.campaign.outcome import CLASSES
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -111,6 +112,20 @@ def test_every_test_named_in_a_page_exists():
     named = {name for page in PAGES for name in re.findall(r"`(test_\w+)`", page.read_text())}
     assert named
     assert not {name for name in named if f"def {name}(" not in sources}
+
+
+def test_campaign_page_has_a_row_for_every_class():
+    """The table of the campaign lists the classes that there are, in their order."""
+    rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "tests" / "campaign" / "README.md").read_text(), re.MULTILINE)
+    assert tuple(rows) == CLASSES
+
+
+def test_contributing_has_a_row_for_every_part_of_the_package():
+    """Whoever wants to change a part finds out what to touch and what to run."""
+    text = (ROOT / ".github" / "CONTRIBUTING.md").read_text()
+    parts = {path.name + "/" * path.is_dir() for path in (ROOT / "safeckpt").iterdir() if path.suffix in ("", ".py")}
+    parts -= {"__init__.py", "__main__.py", "__pycache__/"}
+    assert not {part for part in parts if f"`safeckpt/{part}" not in text}
 
 
 @pytest.mark.parametrize(
