@@ -17,10 +17,11 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from safeckpt.run import RunDirectory, Timeline
+from safeckpt.run import Restorer, RunDirectory
 from safeckpt.run.background import BackgroundWriter
 from safeckpt.run.catalog import Catalog
 from safeckpt.run.pruning import Pruning
@@ -198,19 +199,25 @@ def _no_lock() -> None:
 
 def _list_once() -> None:
     """Take a file that was pruned meanwhile for one that never was."""
-    from safeckpt.run import catalog
+    find_latest = Catalog.find_latest
 
-    catalog._MOST_RELISTINGS = 1
+    def once(self: Catalog) -> Any:
+        listed = self.directory.steps()
+        with mock.patch.object(self.directory, "steps", return_value=listed):
+            return find_latest(self)
+
+    Catalog.find_latest = once  # type: ignore[method-assign]
 
 
 def _take_strangers_for_own() -> None:
     RunDirectory._refuse_unknown_steps = lambda self: None  # type: ignore[method-assign]
-    restored_to = Timeline.restored_to
+    adopt = Restorer.adopt
 
-    def all_of_them(self: Any, checkpoint: Any, known_steps: Any) -> None:
-        restored_to(self, checkpoint, range(checkpoint.step + 10_000))
+    def all_of_them(self: Any, restored: Any) -> None:
+        restored.steps_before = range(1 << 30)
+        adopt(self, restored)
 
-    Timeline.restored_to = all_of_them  # type: ignore[method-assign]
+    Restorer.adopt = all_of_them  # type: ignore[method-assign]
 
 
 def _prune_nothing() -> None:
