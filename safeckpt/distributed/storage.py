@@ -102,7 +102,7 @@ class ShardWriter(FileSystemWriter):
             offsets, written = self._write_inside(
                 self._place / name, lambda f: write_joined(parts, f), size_bytes=size_bytes
             )
-            self.written.append((name, written.size_bytes, written.root))
+            self.written.append((name, written.size_bytes, written.digest))
             results = [
                 WriteResult(item.index, part.size_bytes, _StorageInfo(name, offset, part.size_bytes))
                 for item, part, offset in zip(plan.items, parts, offsets, strict=True)

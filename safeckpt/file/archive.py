@@ -14,15 +14,23 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = [
     "ALIGNMENT_BYTES",
+    "CENTRAL",
+    "END",
+    "END64",
     "END_BYTES",
     "FOLDER",
     "HEADER_RECORD",
+    "LIMIT32",
+    "LOCAL",
+    "LOCATOR64",
     "MOST_HEADER_BYTES",
-    "PACKS_RECORD",
     "Buffer",
     "Entry",
     "central_directory",
@@ -32,6 +40,7 @@ __all__ = [
     "layout",
     "local_header",
     "record_names",
+    "tables_bytes",
 ]
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -39,19 +48,24 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 ALIGNMENT_BYTES = 64  # torch's default; the file carries it in the record .storage_alignment
 FOLDER = "archive"  # torch's name for a file that it does not open itself, so the bytes do not depend on the path
 HEADER_RECORD = "safeckpt.json"
-PACKS_RECORD = "safeckpt.packs"
 MOST_HEADER_BYTES = 1 << 20
 END_BYTES = 22  # the end record without its comment
 
-_LOCAL = struct.Struct("<IHHHHHIIIHH")
-_CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
-_END64 = struct.Struct("<IQHHIIQQQQ")
-_LOCATOR64 = struct.Struct("<IIQI")
-_END = struct.Struct("<IHHHHIIH")
+# The fixed parts of a zip file (APPNOTE.TXT), their signatures first.
+LOCAL = struct.Struct("<IHHHHHIIIHH")
+CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
+END64 = struct.Struct("<IQHHIIQQQQ")
+LOCATOR64 = struct.Struct("<IIQI")
+END = struct.Struct("<IHHHHIIH")
+LOCAL_SIGNATURE = 0x04034B50
+CENTRAL_SIGNATURE = 0x02014B50
+END64_SIGNATURE = 0x06064B50
+LOCATOR64_SIGNATURE = 0x07064B50
+END_SIGNATURE = 0x06054B50
+LIMIT32 = 0xFFFFFFFF
 
 _UTF8 = 0x800
 _SIZES_FOLLOW = 0x8
-_LIMIT32 = 0xFFFFFFFF
 _LIMIT16 = 0xFFFF
 
 
@@ -76,7 +90,7 @@ class Entry:
     @property
     def wide(self) -> bool:
         """Whether the record needs 64-bit fields."""
-        return self.size >= _LIMIT32 or self.header_offset >= _LIMIT32
+        return self.size >= LIMIT32 or self.header_offset >= LIMIT32
 
     @property
     def flags(self) -> int:
@@ -89,9 +103,9 @@ def _wide_extra(entry: Entry, stored: int) -> bytes:
     if not entry.wide:
         return b""
     fields = []
-    if entry.size >= _LIMIT32:
+    if entry.size >= LIMIT32:
         fields += [entry.size, stored]
-    if entry.header_offset >= _LIMIT32:
+    if entry.header_offset >= LIMIT32:
         fields.append(entry.header_offset)
     return struct.pack(f"<HH{len(fields)}Q", 1, 8 * len(fields), *fields)
 
@@ -99,9 +113,9 @@ def _wide_extra(entry: Entry, stored: int) -> bytes:
 def local_header(entry: Entry) -> bytes:
     """Return what stands before the data of a record, padding included."""
     wide = _wide_extra(entry, 0)
-    padding = entry.data_offset - entry.header_offset - _LOCAL.size - len(entry.name) - len(wide) - 4
+    padding = entry.data_offset - entry.header_offset - LOCAL.size - len(entry.name) - len(wide) - 4
     extra = b"%sFB%s%s" % (wide, struct.pack("<H", padding), b"Z" * padding)
-    fixed = _LOCAL.pack(0x04034B50, 0, entry.flags, 0, 0, 0, 0, 0, 0, len(entry.name), len(extra))
+    fixed = LOCAL.pack(LOCAL_SIGNATURE, 0, entry.flags, 0, 0, 0, 0, 0, 0, len(entry.name), len(extra))
     return fixed + entry.name + extra
 
 
@@ -119,14 +133,13 @@ def descriptor(entry: Entry) -> bytes:
     return struct.pack("<IIQQ" if entry.wide else "<IIII", 0x08074B50, entry.crc, entry.size, entry.size)
 
 
-def record_names(count: int, *, header: bool, packs: bool) -> list[str]:
+def record_names(count: int, *, header: bool) -> list[str]:
     """Return the names of all records of a file with ``count`` storages, in order.
 
     The header comes first, so that it is found without looking for it. Torch computes the offsets of storages from
     that of the first one, so nothing may stand between them.
     """
-    own = [HEADER_RECORD] * header + [PACKS_RECORD] * packs
-    before = [*own, "data.pkl", ".format_version", ".storage_alignment", "byteorder"]
+    before = [*[HEADER_RECORD] * header, "data.pkl", ".format_version", ".storage_alignment", "byteorder"]
     return [*before, *(f"data/{key}" for key in range(count)), "version", ".data/serialization_id"]
 
 
@@ -140,23 +153,23 @@ def layout(records: list[tuple[str, int]]) -> tuple[list[Entry], int]:
     offset = 0
     for name, size in records:
         entry = Entry(f"{FOLDER}/{name}".encode(), size, offset, 0)
-        start = offset + _LOCAL.size + len(entry.name) + len(_wide_extra(entry, 0)) + 4
+        start = offset + LOCAL.size + len(entry.name) + len(_wide_extra(entry, 0)) + 4
         entry.data_offset = start + -start % ALIGNMENT_BYTES
         offset = entry.data_offset + size + descriptor_bytes(entry)
         entries.append(entry)
     return entries, offset
 
 
-def central_directory(entries: list[Entry]) -> bytes:
+def central_directory(entries: Sequence[Entry]) -> bytes:
     """Return the table of contents."""
     parts = []
     for entry in entries:
-        size = min(entry.size, _LIMIT32)
+        size = min(entry.size, LIMIT32)
         extra = _wide_extra(entry, entry.size)
         parts.append(
-            _CENTRAL.pack(
-                0x02014B50, 0, 0, entry.flags, 0, 0, 0, entry.crc, size, size,
-                len(entry.name), len(extra), 0, 0, 0, 0, min(entry.header_offset, _LIMIT32),
+            CENTRAL.pack(
+                CENTRAL_SIGNATURE, 0, 0, entry.flags, 0, 0, 0, entry.crc, size, size,
+                len(entry.name), len(extra), 0, 0, 0, 0, min(entry.header_offset, LIMIT32),
             )
         )  # fmt: skip
         parts.append(entry.name)
@@ -164,15 +177,21 @@ def central_directory(entries: list[Entry]) -> bytes:
     return b"".join(parts)
 
 
+def tables_bytes(entries: Sequence[Entry]) -> int:
+    """Return the length of what stands between the last record and the comment."""
+    names = sum(CENTRAL.size + len(entry.name) + len(_wide_extra(entry, entry.size)) for entry in entries)
+    return names + END64.size + LOCATOR64.size + END.size
+
+
 def end_of_archive(count: int, directory_offset: int, directory_bytes: int, comment_bytes: int) -> bytes:
     """Return what stands between the central directory and the comment."""
     end64_offset = directory_offset + directory_bytes
-    end64 = _END64.pack(
-        0x06064B50, _END64.size - 12, 0x031E, 0x2D, 0, 0, count, count, directory_bytes, directory_offset
+    end64 = END64.pack(
+        END64_SIGNATURE, END64.size - 12, 0x031E, 0x2D, 0, 0, count, count, directory_bytes, directory_offset
     )
-    locator = _LOCATOR64.pack(0x07064B50, 0, end64_offset, 1)
-    end = _END.pack(
-        0x06054B50, 0, 0, min(count, _LIMIT16), min(count, _LIMIT16),
-        min(directory_bytes, _LIMIT32), min(directory_offset, _LIMIT32), comment_bytes,
+    locator = LOCATOR64.pack(LOCATOR64_SIGNATURE, 0, end64_offset, 1)
+    end = END.pack(
+        END_SIGNATURE, 0, 0, min(count, _LIMIT16), min(count, _LIMIT16),
+        min(directory_bytes, LIMIT32), min(directory_offset, LIMIT32), comment_bytes,
     )  # fmt: skip
     return end64 + locator + end

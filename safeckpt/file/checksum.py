@@ -1,9 +1,9 @@
 """CRC-32 of a file in pieces, and one digest over all of them.
 
 A file is cut into chunks of 4 MiB. The CRC-32 of every chunk is taken (zlib releases the GIL, so chunks are
-computed in parallel), and the *root* is the sha256 over those CRCs and the size. Every byte is read once: the same
-pieces give the CRC-32 of the zip records, because the CRC of two pieces follows from the CRCs of each.
-The root finds damage; it is no signature.
+computed in parallel), and the *digest* of the file is the sha256 over those CRCs and the size. Every byte is read once:
+the same pieces give the CRC-32 of the zip records, because the CRC of two pieces follows from the CRCs of each.
+The digest finds damage; it is no signature.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Self
 from zlib import crc32
 
+import numpy as np
+
 from safeckpt.system.threads import start, worker_count
 
 if TYPE_CHECKING:
@@ -27,9 +29,11 @@ if TYPE_CHECKING:
 
     from safeckpt.file.archive import Buffer
 
-__all__ = ["CHUNK_BYTES", "ChunkDigest", "CrcPool", "CrcTask", "combine", "root_of"]
+__all__ = ["CHUNK_BYTES", "ChunkDigest", "CrcPool", "CrcTask", "combine", "digest_of"]
 
 CHUNK_BYTES = 4 << 20  # part of the format: the trailer names it
+
+_COPIED_BYTES = 256 << 10  # between a copy and its checksum: both ends of it stay in the cache
 
 _POLYNOMIAL = 0xEDB88320  # CRC-32, bits reflected as in zlib
 _ONE = 1 << 31  # x**0 in reflected bits
@@ -81,7 +85,7 @@ def combine(first: int, second: int, second_length: int) -> int:
     return _multiply(_shift(second_length), first) ^ second
 
 
-def root_of(chunk_crcs: Iterable[int], size_bytes: int) -> str:
+def digest_of(chunk_crcs: Iterable[int], size_bytes: int) -> str:
     """Return the digest of a file: sha256 over its chunks' CRC-32s (big-endian, in order) and its size."""
     crcs = list(chunk_crcs)
     return hashlib.sha256(struct.pack(f">{len(crcs)}IQ", *crcs, size_bytes)).hexdigest()
@@ -120,19 +124,20 @@ class ChunkDigest:
             self._crcs.append(crc)
             self._crc = 0
 
-    def root(self) -> str:
+    def hexdigest(self) -> str:
         """Return the digest of everything taken in so far."""
         rest = [self._crc] if self.size_bytes % CHUNK_BYTES else []
-        return root_of(self._crcs + rest, self.size_bytes)
+        return digest_of(self._crcs + rest, self.size_bytes)
 
 
 class CrcTask:
     """The CRC-32 of one piece, computed by a worker."""
 
-    __slots__ = ("_crc", "_data", "_done")
+    __slots__ = ("_copy_of", "_crc", "_data", "_done")
 
-    def __init__(self, data: Buffer) -> None:
+    def __init__(self, data: Buffer, copy_of: memoryview | None = None) -> None:
         self._data = data
+        self._copy_of = copy_of
         self._done = threading.Lock()
         self._done.acquire()
         self._crc = 0
@@ -140,9 +145,19 @@ class CrcTask:
     def run(self) -> None:
         """Compute it, in whatever thread this is called."""
         try:
-            self._crc = crc32(self._data)
+            if self._copy_of is None:
+                self._crc = crc32(self._data)
+            else:
+                self._copy(memoryview(self._data), self._copy_of)
         finally:
             self._done.release()
+
+    def _copy(self, data: memoryview, source: memoryview) -> None:
+        for low in range(0, len(source), _COPIED_BYTES):
+            piece = data[low : low + _COPIED_BYTES]
+            # NumPy's copy, which leaves the interpreter to other threads; a memoryview's does not.
+            np.copyto(np.frombuffer(piece, np.uint8), np.frombuffer(source[low : low + _COPIED_BYTES], np.uint8))
+            self._crc = crc32(piece, self._crc)
 
     def result(self) -> int:
         """Wait for the worker and return the CRC-32."""
@@ -166,9 +181,14 @@ class CrcPool:
         self._threads: list[threading.Thread] = []
         self._inline = self._workers == 0
 
-    def submit(self, data: Buffer) -> CrcTask:
-        """Have the CRC-32 of ``data`` computed; the bytes must stay as they are until its result is taken."""
-        task = CrcTask(data)
+    def submit(self, data: Buffer, *, copy_of: memoryview | None = None) -> CrcTask:
+        """Have the CRC-32 of ``data`` computed; the bytes must stay as they are until its result is taken.
+
+        Args:
+            data: The bytes.
+            copy_of: What to fill ``data`` with first, of the same length; it may change at any time.
+        """
+        task = CrcTask(data, copy_of)
         if not self._threads and not self._inline:
             self._start()
         if self._inline:

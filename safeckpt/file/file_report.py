@@ -22,7 +22,7 @@ class FileReport:
         self_proving: True when a digest over every byte was checked. False for a file that plain torch wrote: there
             only the records' own CRC-32s could be checked, which do not cover headers and table of contents.
         format_version: Of the trailer, None without one.
-        root: The digest, in hex, None without a trailer.
+        digest: In hex, None without a trailer.
         header: The values to be found without unpickling, None when the file has none.
     """
 
@@ -31,7 +31,7 @@ class FileReport:
     records: int
     self_proving: bool
     format_version: int | None = None
-    root: str | None = None
+    digest: str | None = None
     header: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What a pickle may call, and with what.
+"""Check what a pickle calls, and with which arguments.
 
 ``weights_only`` decides which functions may be called; some of them allocate whatever their arguments say. Here the
 arguments are looked at as well: a tensor must lie inside its storage, memory must be paid for by bytes of the file.
@@ -12,7 +12,11 @@ from typing import Any, Final
 
 import torch
 
+from safeckpt.system.torch_private import STORAGE_TO_DTYPE
+
 __all__ = [
+    "CHECKS",
+    "CONTAINERS",
     "MOST_DEPTH",
     "MOST_REPEATED",
     "PARTS",
@@ -43,14 +47,12 @@ class Claim:
         dtype: Element type.
         numel: Number of elements.
         location: Device tag.
-        taken_bytes: How much all tensors in it hold together, each counted in full.
     """
 
     key: str
     dtype: torch.dtype
     numel: int
     location: str
-    taken_bytes: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -94,8 +96,7 @@ def storage_dtype(name: str) -> torch.dtype | None:
         return torch.uint8
     if module not in ("torch", "torch.cuda") or not kind.endswith("Storage"):
         return None
-    found: torch.dtype | None = torch.storage._storage_type_to_dtype_map().get(kind)
-    return found
+    return STORAGE_TO_DTYPE.get(kind)
 
 
 def result_of(name: str, args: tuple[Any, ...], depth: int) -> Value:
@@ -104,12 +105,12 @@ def result_of(name: str, args: tuple[Any, ...], depth: int) -> Value:
     Raises:
         PickleError: It would use more memory than the file has bytes, or read outside it.
     """
-    check = _CHECKS.get(name)
+    check = CHECKS.get(name)
     if check is not None:
         return Value(name, depth, of=check(name, args))
     if args and name.endswith(("Storage", "Tensor")) and name.startswith("torch."):
         raise PickleError(f"it asks for a new {name} of a size that it chooses")
-    if args and name in _CONTAINERS and (len(args) > 1 or not _is_plain_container(args[0])):
+    if args and name in CONTAINERS and (len(args) > 1 or not _is_plain_container(args[0])):
         raise PickleError(f"it makes a {name} of something that is no list")
     return Value(name, depth)
 
@@ -180,7 +181,6 @@ def _check_strided(name: str, args: tuple[Any, ...]) -> int | None:
                 raise PickleError(f"a tensor in data/{claim.key} has an impossible shape")
     if elements and (last + 1) * itemsize > have:
         raise PickleError(f"a tensor needs {(last + 1) * itemsize} bytes of data/{claim.key}, which has {have}")
-    claim.taken_bytes += elements * itemsize
     repeats = elements * itemsize > have
     if repeats and name == "torch._utils._rebuild_qtensor":  # torch allocates all of its elements first
         raise PickleError(f"a quantized tensor has more elements than data/{claim.key}")
@@ -233,12 +233,12 @@ PARTS: Final = frozenset({
     "torch._utils._rebuild_sparse_tensor", "torch._utils._rebuild_nested_tensor",
     "torch._utils._rebuild_device_tensor_from_cpu_tensor",
 })  # fmt: skip
-_CONTAINERS = frozenset({"builtins.set", "collections.OrderedDict", "collections.Counter"})
-_NO_TENSORS = _CONTAINERS | {
+CONTAINERS = frozenset({"builtins.set", "collections.OrderedDict", "collections.Counter"})
+_NO_TENSORS = CONTAINERS | {
     "builtins.bytearray", "builtins.complex", "_codecs.encode", "torch.Size", "torch._tensor._rebuild_from_type_v2"
 }  # fmt: skip
 _LATIN1 = ("latin1", "latin-1")
-_CHECKS = {
+CHECKS = {
     **dict.fromkeys(STRIDED, _check_strided),
     **dict.fromkeys(PARTS, _check_parts),
     "builtins.bytearray": _check_bytearray,

@@ -2,9 +2,8 @@
 
 One pass over the opcodes, on values that only stand for what would be built. It follows the rules of torch's
 ``weights_only`` reader, so that what passes here is read there, and it refuses what that reader would accept and not
-survive: a million nested tuples (hashing them overflows the C stack), tuples that share themselves so often that
-hashing takes forever, keys made to collide, ``bytearray(2**31)``, tensors larger than their storage, one large value
-copied a hundred thousand times.
+survive: a million nested tuples (hashing them overflows the C stack), arguments that ask for memory or read outside it
+(:mod:`safeckpt.file.pickle_calls`), and values that take forever (:mod:`safeckpt.file.pickle_budget`).
 
 Two callers: before a file is loaded, and on what was pickled before it is written.
 """
@@ -15,49 +14,24 @@ import struct
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from torch._utils import IMPORT_MAPPING, NAME_MAPPING
-from torch._weights_only_unpickler import _blocklisted_modules, _get_allowed_globals, _get_user_allowed_globals
-
-from safeckpt.file.pickle_calls import (
-    MOST_DEPTH,
-    MOST_REPEATED,
-    PARTS,
-    STRIDED,
-    Claim,
-    PickleError,
-    Value,
-    depth_of,
-    result_of,
-    storage_dtype,
+from safeckpt.file.pickle_budget import Budget
+from safeckpt.file.pickle_calls import MOST_DEPTH, Claim, PickleError, Value, depth_of, result_of, storage_dtype
+from safeckpt.system.torch_private import (
+    BLOCKED_MODULES,
+    IMPORT_MAPPING,
+    NAME_MAPPING,
+    allowed_globals,
+    registered_globals,
 )
 
 __all__ = ["PickleError", "Scan", "UntrustedGlobalError", "python3_name", "scan_pickle"]
 
-_MOST_HASH_STEPS: Final = 1_000_000
-_MOST_COLLISIONS: Final = 256  # different keys of one file with the same hash
-_MOST_COPIED: Final = 1_000_000  # elements that calls may copy beyond the length of the pickle
-_USUAL_DIMENSIONS: Final = 64  # a shape with more is counted as copied each time it is used
-_HASH_MODULUS: Final = (1 << 61) - 1  # integers below are their own hash in CPython
+_HASH_MODULUS: Final = (1 << 61) - 1  # a cost beyond it need not be told from another
 
 _SETTABLE = frozenset({"dict", "collections.OrderedDict", "collections.Counter"})
 _PLAIN = frozenset({"tuple", "list", "dict", "set", "global", "storage"})
-_UNHASHABLE = frozenset(
-    {"list", "dict", "set", "builtins.set", "collections.OrderedDict", "collections.Counter", "builtins.bytearray"}
-)
-_HASHING = frozenset({"builtins.set", "collections.OrderedDict", "collections.Counter"})
-_COPYING = _HASHING | {"torch.Size", "builtins.bytearray", "_codecs.encode"}
 _FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
-_TUPLES = ("tuple", "torch.Size")
 _EMPTY = Value("tuple")
-
-
-class _Hashed(int):
-    """A number that is its own hash, whatever its size."""
-
-    __slots__ = ()
-
-    def __hash__(self) -> int:
-        return int(self)
 
 
 class UntrustedGlobalError(Exception):
@@ -120,14 +94,9 @@ class _Scanner:
         self._memo: dict[int, Any] = {}
         self._globals: dict[str, Value] = {}
         self._references: dict[int, tuple[Any, Value]] = {}
-        self._identities: dict[int, str] = {}
-        self._collisions: dict[int, set[str]] = {}
-        self._others: dict[int, Value] = {}
-        self._hash_steps = 0
-        self._copied = 0
-        self._repeated = 0
-        self._allowed = _get_allowed_globals()
-        self._registered = _get_user_allowed_globals()
+        self._budget = Budget(len(data))
+        self._allowed = allowed_globals()
+        self._registered = registered_globals()
 
     def run(self) -> None:
         """Follow the opcodes until the pickle ends."""
@@ -258,7 +227,7 @@ class _Scanner:
         full = f"{module}.{name}"
         found = self._globals.get(full)
         if found is None:
-            if module in _blocklisted_modules or not (full in self._allowed or full in self._registered):
+            if module in BLOCKED_MODULES or not (full in self._allowed or full in self._registered):
                 raise UntrustedGlobalError(full)
             value = self._allowed[full] if full in self._allowed else self._registered[full]
             found = self._globals[full] = Value("global", items=callable(value), of=full)
@@ -302,39 +271,8 @@ class _Scanner:
         items = args.items
         if name == _FROM_TYPE:  # a call inside a call
             name, items = items[0].of, items[2].items
-        if name in STRIDED:
-            dimensions = len(items[2].items)
-            if dimensions > _USUAL_DIMENSIONS:
-                self._count_copied(dimensions)
-        elif name in _COPYING and items:
-            self._copy(result, items[0])
-        elif name in PARTS and result.of:
-            self._repeated += result.of
-            if self._repeated > MOST_REPEATED:
-                raise PickleError(f"it calls {name} with tensors of {self._repeated} elements in small storages")
+        self._budget.count_call(name, items, result)
         return result
-
-    def _copy(self, result: Value, source: Any) -> None:
-        """Look at a value that is made out of another one."""
-        items = source.items if type(source) is Value else ()
-        if type(source) is str:
-            self._count_copied(len(source))
-        elif source.kind == "_codecs.encode":
-            self._count_copied(len(source.of))
-        elif source.kind == "dict":
-            self._count_copied(source.of or 0)
-            self._count_hashed(source.cost)  # each of its keys once more
-        else:
-            self._count_copied(len(items))
-        if result.kind in _HASHING:
-            self._hash_all(result.kind, items)
-        elif result.kind == "torch.Size":
-            result.items, result.cost = tuple(items), 1 + len(items)
-
-    def _count_copied(self, elements: int) -> None:
-        self._copied += elements
-        if self._copied > _MOST_COPIED + len(self._data):
-            raise PickleError("it makes large values out of the same few again and again")
 
     def _new(self, kind: Any, args: Any) -> Value:
         if type(kind) is not Value or kind.kind != "global" or type(args) is not Value or args.kind != "tuple":
@@ -347,7 +285,7 @@ class _Scanner:
     def _build(self, target: Any, state: Any) -> None:
         if type(target) is not Value or target.kind in _PLAIN:
             raise PickleError("it sets the state of something that has none")
-        if target.kind == "collections.OrderedDict" and (type(state) is not Value or state.kind != "dict"):
+        if target.kind == "collections.OrderedDict" and not _is_attributes(state):
             raise PickleError("it sets the attributes of an OrderedDict to something that is no dict")
         if target.kind not in self._registered and target.kind.startswith("torch."):
             # Tensor.set_ would take any shape; torch has not written such files since it writes zip archives.
@@ -365,74 +303,14 @@ class _Scanner:
         if type(target) is not Value or target.kind not in _SETTABLE or len(items) % 2:
             kind = target.kind if type(target) is Value else type(target).__name__
             raise PickleError(f"it puts items into a {kind}, which a safe load does not do")
-        before = self._hash_steps
-        for key in items[::2]:
-            if type(key) is not str:
-                self._hash(key)
-        target.cost += self._hash_steps - before
+        target.cost += self._budget.count_keys(items[::2])
         target.of = (target.of or 0) + len(items) // 2
         target.depth = max(target.depth, _deeper(max(map(depth_of, items), default=0)))
 
-    def _hash_all(self, name: str, items: tuple[Any, ...]) -> None:
-        """Look at the keys in what a set, an OrderedDict or a Counter is made from."""
-        for item in items:
-            pair = name == "collections.OrderedDict" and type(item) is Value and item.kind == "tuple" and item.items
-            self._hash(item.items[0] if pair else item)
 
-    def _count_hashed(self, steps: int) -> None:
-        self._hash_steps += steps
-        if self._hash_steps > _MOST_HASH_STEPS + len(self._data):
-            raise PickleError("its keys share themselves so often that hashing them would take for ever")
-
-    def _hash(self, key: Any) -> None:
-        """Count what hashing a key will cost, and how many others have the same hash."""
-        if type(key) is Value:
-            if key.kind in _UNHASHABLE:
-                raise PickleError(f"it uses a {key.kind} as a key")
-            self._count_hashed(key.cost)
-            if key.kind not in _TUPLES and key.kind != "builtins.complex":
-                return  # its hash is its address, or a secret of this process
-        elif type(key) not in (int, float) or -_HASH_MODULUS < key < _HASH_MODULUS:
-            return
-        number, identity = self._hash_of(key)
-        known = self._identities.setdefault(number, identity)
-        if known != identity:
-            others = self._collisions.setdefault(number, set())
-            others.add(identity)
-            if len(others) >= _MOST_COLLISIONS:
-                raise PickleError("its keys are made to collide")
-
-    def _hash_of(self, key: Any) -> tuple[int, str]:
-        """Return the hash that Python will give to a key, and a text that no other key has.
-
-        A tuple is gone through without recursion.
-        """
-        done: dict[int, tuple[int, str]] = {}
-        todo = [key]
-        while todo:
-            value = todo[-1]
-            if type(value) is Value and value.kind in _TUPLES:
-                inside = [item for item in value.items if type(item) is Value and item.kind in _TUPLES]
-                waiting = [item for item in inside if id(item) not in done]
-                if waiting:
-                    todo.extend(waiting)
-                    continue
-                parts = [done[id(item)] if id(item) in done else self._leaf(item) for item in value.items]
-                number = hash(tuple(_Hashed(part[0]) for part in parts))
-                done[id(value)] = number, f"({hash(','.join(part[1] for part in parts))})"
-            else:
-                done[id(value)] = self._leaf(value)
-            todo.pop()
-        return done[id(key)]
-
-    def _leaf(self, item: Any) -> tuple[int, str]:
-        kind, plain = (item.kind, item.of) if type(item) is Value else (type(item).__name__, item)
-        if kind in ("str", "_codecs.encode"):  # may be long; its hash is kept
-            return hash(plain), f"{kind} {hash(plain)}"
-        if type(item) is not Value or kind == "builtins.complex":
-            return hash(plain), f"{kind} {plain!r}"
-        self._others[id(item)] = item  # held, so that no other value gets its id
-        return hash(id(item)), f"{item.kind} {id(item)}"
+def _is_attributes(state: Any) -> bool:
+    """Return whether a state is attributes by name; a pair would set slots, which may be anything."""
+    return type(state) is Value and state.kind == "dict"
 
 
 def _tuple_of(items: tuple[Any, ...]) -> Value:

@@ -35,16 +35,16 @@ class Trailer:
     """What the trailer of a file says.
 
     Attributes:
-        root: Digest over everything before the trailer, in hex.
+        digest: Digest over everything before the trailer, in hex.
         size_bytes: Length of everything before the trailer.
     """
 
-    root: str
+    digest: str
     size_bytes: int
 
     def to_bytes(self) -> bytes:
         """Return the trailer as it stands in a file."""
-        text = f"SAFECKPT {FORMAT_VERSION:04d} chunk={CHUNK_BYTES:07d} size={self.size_bytes:015d} root={self.root}"
+        text = f"SAFECKPT {FORMAT_VERSION:04d} chunk={CHUNK_BYTES:07d} size={self.size_bytes:015d} root={self.digest}"
         return b"%s %08x\n" % (text.encode("ascii"), crc32(text.encode("ascii")))
 
     @classmethod
@@ -64,4 +64,4 @@ class Trailer:
         fields = _FIELDS.fullmatch(data[14:118])
         if version != FORMAT_VERSION or fields is None or int(fields[1]) != CHUNK_BYTES:
             raise DamagedCheckpointError(path=path, reason="its trailer holds impossible values", record="trailer")
-        return cls(root=fields[3].decode("ascii"), size_bytes=int(fields[2]))
+        return cls(digest=fields[3].decode("ascii"), size_bytes=int(fields[2]))

@@ -249,7 +249,7 @@ class Restorer:
                 file, checkpoint = opened.enter_context(
                     run.directory.catalog.open_step(step, part=group.rank, parts=group.size)
                 )
-                reading.answer = _Reading(None, str(file.root))
+                reading.answer = _Reading(None, str(file.digest))
                 validated = self._validate(file, checkpoint, wanted)
             if rejection.reason is not None:
                 reading.answer = _Reading(rejection.reason, "")

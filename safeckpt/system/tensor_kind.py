@@ -12,6 +12,8 @@ from typing import Final
 import torch
 from torch.nn.parameter import is_lazy
 
+from safeckpt.system.torch_private import is_transformed
+
 __all__ = ["TensorKind", "describe_missing_memory", "has_own_copies", "is_plain", "kind_of", "span_of"]
 
 
@@ -41,10 +43,10 @@ class TensorKind(enum.Enum):
     """Of any other layout, such as MKL-DNN's."""
     ZEROS = "zeros"
     """Stands for zeros and has no memory, as forward-mode differentiation makes them."""
-    QUANTIZED = "quantized"
-    """Integers with scales and zero points beside them."""
     EMPTIED = "emptied"
     """Its storage holds less than its shape needs, as after `untyped_storage().resize_(0)`: must never be read."""
+    QUANTIZED = "quantized"
+    """Integers with scales and zero points beside them."""
     FLAGGED = "flagged"
     """As a plain one, but the conjugate or the negative of what is in memory is meant."""
 
@@ -52,7 +54,6 @@ class TensorKind(enum.Enum):
 _CLASSES: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 _SPARSE: Final = frozenset({torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 _STRIDED: Final = torch.strided
-_is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -67,7 +68,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
         and not tensor.is_nested
         and not tensor.is_quantized
         and not tensor.is_meta
-        and not _is_transformed(tensor)  # whose storage cannot even be asked for
+        and not is_transformed(tensor)  # whose storage cannot even be asked for
         and not tensor.is_conj()
         and not tensor.is_neg()
         and not tensor._is_zerotensor()
@@ -89,7 +90,7 @@ def kind_of(tensor: torch.Tensor) -> TensorKind:
         return TensorKind.SUBCLASS
     if tensor.is_meta:
         return TensorKind.META
-    if _is_transformed(tensor):
+    if is_transformed(tensor):
         return TensorKind.TRANSFORMED
     if tensor.layout in _SPARSE:
         return TensorKind.SPARSE
@@ -97,9 +98,9 @@ def kind_of(tensor: torch.Tensor) -> TensorKind:
         return TensorKind.OPAQUE
     if tensor._is_zerotensor():
         return TensorKind.ZEROS
-    if tensor.is_quantized:
-        return TensorKind.QUANTIZED
-    return TensorKind.FLAGGED if _has_memory(tensor) else TensorKind.EMPTIED
+    if not _has_memory(tensor):
+        return TensorKind.EMPTIED
+    return TensorKind.QUANTIZED if tensor.is_quantized else TensorKind.FLAGGED
 
 
 def has_own_copies(tensor: torch.Tensor) -> bool:

@@ -102,7 +102,7 @@ def saved_by_torch(tree: Any) -> bytes:
 def regions_of(data: bytes) -> dict[str, list[tuple[int, int]]]:
     """Return the ranges of a file by kind: everything in it belongs to one."""
     with open_file(io.BytesIO(data)) as file:
-        entries = file.check_structure().entries
+        entries = file.archive().entries
     found: dict[str, list[tuple[int, int]]] = {}
 
     def add(kind: str, low: int, high: int) -> None:

@@ -21,7 +21,6 @@ from pathlib import Path
 
 import torch
 
-from safeckpt.file.checksum import CrcPool
 from safeckpt.file.trailer import TRAILER_BYTES
 from tests.campaign.outcome import Outcome, Scale
 from tests.file import test_hostile as known
@@ -161,8 +160,6 @@ def archives(full: bool) -> Iterator[tuple[str, bytes]]:
         out.writestr("word/document.xml", "<x/>")
     yield "a document", office.getvalue()
     yield "an array", b"\x93NUMPY" + bytes(1000)
-    for packs in (b"[" * 1_000_000, b'{"a":' * 200_000, b"[" + b"9" * 1_000_000 + b"]", b"[1e999]", b"[NaN]"):
-        yield f"packs {packs[:9]!r}", known.own_file(known.pickled(op.tensor()), packs=packs)
     for header in (
         b"[" * 1_000_000 + b"\n",
         b"{" + b'"a":{' * 50_000 + b"\n",
@@ -191,12 +188,7 @@ def zip_of_many(count: int) -> bytes:
 
 def with_header(header: bytes) -> bytes:
     """Return a file whose header record is not JSON, or not an object, or endless."""
-    buffer = io.BytesIO()
-    names = known.archive.record_names(1, header=True, packs=False)
-    with CrcPool() as pool:
-        contents = [header, known.pickled(op.tensor()), b"1", b"64", b"little", bytes(16), b"3\n"]
-        known._Writer(buffer, pool).write(names, contents)
-    return buffer.getvalue()
+    return known.own_file(known.pickled(op.tensor()), header=header)
 
 
 def files(scale: Scale, seed: int) -> Iterator[tuple[str, bytes]]:
@@ -208,9 +200,6 @@ def files(scale: Scale, seed: int) -> Iterator[tuple[str, bytes]]:
         yield f"{name}, by torch", known.plain_file(known.pickled(body), records)
     for name, body in (*pickles(), *shapes(random.Random(seed), 2000 if full else 40)):
         yield name, known.own_file(known.pickled(body))
-        yield f"{name}, packed", known.own_file(known.pickled(body), packs=b"[0]\n")
-    for name, body in known.PACKED.items():
-        yield f"packed {name}", known.own_file(known.pickled(body), packs=b"[0]\n")
     yield from archives(full)
 
 

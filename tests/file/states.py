@@ -7,9 +7,10 @@ from collections import Counter, OrderedDict
 
 import torch
 
-from safeckpt.file import encode, open_file, write_file
-from safeckpt.file.checksum import ChunkDigest
+from safeckpt.file import archive, encode, open_file, write_file
+from safeckpt.file.checksum import ChunkDigest, CrcPool
 from safeckpt.file.trailer import TRAILER_BYTES, Trailer
+from safeckpt.file.writing.write import _Writer
 
 
 def written(payload, **options):
@@ -19,12 +20,25 @@ def written(payload, **options):
     return buffer.getvalue()
 
 
+def assembled(pickle_bytes, contents=(), header=None):
+    """Return a file with a right digest, of any pickle, any data of storages, and any header."""
+    names = archive.record_names(len(contents), header=header is not None)
+    parts = [pickle_bytes, b"1", b"64", b"little", *contents, b"3\n"]
+    if header is not None:
+        parts.insert(0, header)
+    entries, _ = archive.layout(list(zip(names, [*map(len, parts), 40], strict=True)))
+    buffer = io.BytesIO()
+    with CrcPool() as pool:
+        _Writer(buffer, pool).write(entries, parts)
+    return buffer.getvalue()
+
+
 def sealed(data):
     """Return changed bytes of a file with a trailer that is right for them, as an attacker can make one."""
     body = bytes(data[:-TRAILER_BYTES])
     digest = ChunkDigest()
     digest.add(body)
-    return body + Trailer(root=digest.root(), size_bytes=len(body)).to_bytes()
+    return body + Trailer(digest=digest.hexdigest(), size_bytes=len(body)).to_bytes()
 
 
 def loaded(data, **options):

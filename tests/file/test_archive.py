@@ -19,7 +19,7 @@ def test_layout_beyond_4_gib_is_that_of_torch(tmp_path):
         head = f.read(1000)
     pickle_bytes = head.index(b"PK\x07\x08")
     fixed = [pickle_bytes, 1, 2, 6]
-    names = archive.record_names(len(sizes), header=False, packs=False)
+    names = archive.record_names(len(sizes), header=False)
     entries, end = archive.layout(list(zip(names, [*fixed, *sizes, 2, 40], strict=True)))
     with path.open("rb") as f:
         for entry in entries:
@@ -45,7 +45,7 @@ def test_layout_of_more_than_65535_records_uses_the_64_bit_count():
 
 def test_names_begin_with_the_header_and_keep_storages_together():
     """Nothing stands between storages, whose offsets torch computes one from the other."""
-    names = archive.record_names(3, header=True, packs=True)
+    names = archive.record_names(3, header=True)
     assert names[0] == archive.HEADER_RECORD
     first = names.index("data/0")
     assert names[first : first + 3] == ["data/0", "data/1", "data/2"]

@@ -56,7 +56,7 @@ def test_views_on_a_device_take_only_their_elements():
     """Slices, columns and ties are cut on the device, before anything is copied to the host."""
     whole = torch.arange(10_000.0, device="cuda").view(100, 100)
     tree = {"row": whole[3], "column": whole[:, 3].clone()[::2], "tied": whole[3]}
-    assert sum(content.nbytes for content in pickle_payload(tree).contents) == 400 + 200
+    assert sum(span.nbytes for span in pickle_payload(tree).spans) == 400 + 200
     assert_same(on_cpu(loaded(written(encode(tree)))), on_cpu(tree))
 
 

@@ -139,7 +139,7 @@ def test_random_damage_to_a_large_file_is_found_and_its_record_named(tmp_path):
     path = tmp_path / "big.pt"
     path.write_bytes(written(state))
     with open_file(path) as file:
-        places = {name: file.check_structure().find(name) for name in ("data/0", "data/1")}
+        places = {name: file.archive().find(name) for name in ("data/0", "data/1")}
     assert places["data/0"].size > 2 * CHUNK_BYTES
     random.seed(1)
     with path.open("r+b", buffering=0) as f:
@@ -177,7 +177,7 @@ REGIONS = {
 def test_damaged_record_or_region_is_named(region):
     """The error says where the damage is: a record, what stands around it, or a part of the file's end."""
     with open_file(io.BytesIO(SMALL)) as file:
-        at = REGIONS[region](file.check_structure())
+        at = REGIONS[region](file.archive())
     data = bytearray(SMALL)
     data[at] ^= 1
     error = assert_damaged(bytes(data))
@@ -196,7 +196,7 @@ def test_crc_in_the_table_of_contents_alone_is_named_as_such():
 def test_several_damaged_records_are_counted():
     """The first record is named, and how many more there are."""
     with open_file(io.BytesIO(SMALL)) as file:
-        entries = [file.check_structure().find(f"data/{key}") for key in (0, 2, 5)]
+        entries = [file.archive().find(f"data/{key}") for key in (0, 2, 5)]
     data = bytearray(SMALL)
     for entry in entries:
         data[entry.data_offset] ^= 1
@@ -218,7 +218,7 @@ def test_file_that_shrinks_while_it_is_read_is_damaged(tmp_path):
     path = tmp_path / "x.pt"
     path.write_bytes(SMALL)
     with open_file(path) as file:
-        file.check_structure()
+        file.archive()
         with path.open("r+b") as f:
             f.truncate(len(SMALL) // 2)
         with pytest.raises(DamagedCheckpointError, match="ends at byte"):

@@ -16,13 +16,12 @@ import pytest
 import torch
 
 from safeckpt.errors import DamagedCheckpointError, FormatVersionError
-from safeckpt.file import FORMAT_VERSION, archive, encode, open_file, verify, write_file
-from safeckpt.file.checksum import CHUNK_BYTES, CrcPool
+from safeckpt.file import FORMAT_VERSION, encode, open_file, verify, write_file
+from safeckpt.file.checksum import CHUNK_BYTES
 from safeckpt.file.trailer import TRAILER_BYTES
-from safeckpt.file.writing.write import _Writer
 from safeckpt.system import threads
 from tests.file.same import assert_same
-from tests.file.states import corpus, loaded, trained, written
+from tests.file.states import assembled, corpus, loaded, trained, written
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Sparse (CSR|BSR) tensor support:UserWarning", "ignore:Sparse invariant checks:UserWarning"
@@ -52,7 +51,7 @@ def test_report_of_a_good_file_says_that_every_byte_was_checked(path):
     report = verify(path)
     assert (report.path, report.size_bytes, report.self_proving) == (str(path), path.stat().st_size, True)
     assert (report.format_version, report.header) == (FORMAT_VERSION, {"step": 3})
-    assert report.root in path.read_bytes()[-TRAILER_BYTES:].decode()
+    assert report.digest in path.read_bytes()[-TRAILER_BYTES:].decode()
     assert report.records == 8
     assert "every byte checked" in str(report)
 
@@ -198,16 +197,16 @@ def test_verify_in_threads_and_alone_agree(tmp_path, monkeypatch):
     with path.open("wb", buffering=0) as f:
         write_file({"a": torch.randn((11 << 20) // 4)}, f)
     assert path.stat().st_size > 2 * CHUNK_BYTES
-    root = verify(path).root
+    root = verify(path).digest
     for count in (1, 2, 5):
         monkeypatch.setattr(threads, "worker_count", lambda count=count: count)
-        assert verify(path).root == root
+        assert verify(path).digest == root
 
     def refuse(self):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    assert verify(path).root == root
+    assert verify(path).digest == root
 
 
 def test_error_in_a_verifying_thread_reaches_the_caller(tmp_path, monkeypatch):
@@ -271,7 +270,7 @@ def test_file_of_plain_torch_is_read_and_the_report_says_what_was_checked(tmp_pa
     path = tmp_path / name
     torch.save(corpus(), path)
     report = verify(path)
-    assert (report.self_proving, report.format_version, report.root, report.header) == (False, None, None, None)
+    assert (report.self_proving, report.format_version, report.digest, report.header) == (False, None, None, None)
     assert "only record CRCs" in str(report)
     with open_file(path) as file:
         assert file.trailer is None
@@ -286,7 +285,7 @@ def test_bit_flips_in_the_data_of_a_plain_file_are_found(tmp_path):
     torch.save({"w": torch.randn(50)}, path)
     data = bytearray(path.read_bytes())
     with open_file(path) as file:
-        entry = file.check_structure().find("data/0")
+        entry = file.archive().find("data/0")
     for bit in range(8 * entry.data_offset, 8 * (entry.data_offset + entry.size), 7):
         data[bit // 8] ^= 1 << bit % 8
         with pytest.raises(DamagedCheckpointError) as caught:
@@ -428,10 +427,7 @@ def test_damaged_header_is_found_by_the_header_alone():
 @pytest.mark.parametrize("header", [b"[1]\n", b"{\n", b"\xff\n", b"[" * 100_000 + b"\n", b"null\n", b'{"a": 1}'])
 def test_header_that_was_never_a_header_is_damage(header):
     """A record of that name with something else in it, however deeply nested, is refused."""
-    buffer = io.BytesIO()
-    names = archive.record_names(0, header=True, packs=False)
-    with CrcPool() as pool:
-        _Writer(buffer, pool).write(names, [header, b"\x80\x02N.", b"1", b"64", b"little", b"3\n"])
+    buffer = io.BytesIO(assembled(b"\x80\x02N.", header=header))
     with open_file(buffer) as file:
         assert file.load() is None
         with pytest.raises(DamagedCheckpointError) as caught:
@@ -443,10 +439,10 @@ def test_check_before_a_commit_reads_no_data(path):
     """The structure is checked from the ends of a file alone: damage in the middle is left to verify()."""
     data = bytearray(path.read_bytes())
     with open_file(path) as file:
-        at = file.check_structure().find("data/0").data_offset
+        at = file.archive().find("data/0").data_offset
     data[at] ^= 1
     with open_file(io.BytesIO(data)) as file:
-        assert len(file.check_structure().entries) == 8
+        assert len(file.archive().entries) == 8
         with pytest.raises(DamagedCheckpointError):
             file.verify()
 

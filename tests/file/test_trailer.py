@@ -7,7 +7,7 @@ import pytest
 from safeckpt.errors import DamagedCheckpointError, FormatVersionError
 from safeckpt.file.trailer import FORMAT_VERSION, TRAILER_BYTES, Trailer
 
-TRAILER = Trailer(root="0123456789abcdef" * 4, size_bytes=123_456_789)
+TRAILER = Trailer(digest="0123456789abcdef" * 4, size_bytes=123_456_789)
 
 
 def test_trailer_is_ascii_of_fixed_length_and_reads_back():

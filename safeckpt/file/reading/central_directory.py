@@ -13,37 +13,51 @@ from typing import TYPE_CHECKING
 
 from safeckpt.errors import DamagedCheckpointError
 from safeckpt.file import archive
-from safeckpt.file.archive import END_BYTES, FOLDER, HEADER_RECORD, PACKS_RECORD, Entry
+from safeckpt.file.archive import (
+    CENTRAL,
+    CENTRAL_SIGNATURE,
+    END,
+    END64,
+    END64_SIGNATURE,
+    END_BYTES,
+    END_SIGNATURE,
+    FOLDER,
+    HEADER_RECORD,
+    LIMIT32,
+    LOCAL,
+    LOCAL_SIGNATURE,
+    LOCATOR64,
+    LOCATOR64_SIGNATURE,
+    Entry,
+)
+from safeckpt.file.reading.foreign import describe_foreign
 from safeckpt.file.trailer import MAGIC, TRAILER_BYTES, Trailer
 
 if TYPE_CHECKING:
     from safeckpt.file.reading.source import Source
 
-__all__ = ["Directory", "check_local_headers", "read_directory", "read_trailer"]
+__all__ = ["Archive", "check_local_headers", "read_archive", "read_trailer"]
 
-_END = struct.Struct("<IHHHHIIH")
-_END64 = struct.Struct("<IQHHIIQQQQ")
-_LOCATOR64 = struct.Struct("<IIQI")
-_CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
-_LOCAL = struct.Struct("<IHHHHHIIIHH")
-_END_SIGNATURE = 0x06054B50
-_LIMIT32 = 0xFFFFFFFF
+_USUAL_FLAGS = 0x808  # names are UTF-8, sizes follow the data
 _DOS_ATTRIBUTES = 0xFF  # the upper bits are Unix modes, which other zip tools leave there
 _FIXED_RECORDS = 6  # that every file has besides its storages
-_LONGEST_COMMENT = 0xFFFF
 _DIRECTORY = "central directory"
 _END_RECORD = "end record"
 
 
 @dataclass(frozen=True)
-class Directory:
-    """The records of a file.
+class Archive:
+    """An open file and the records in it, their places checked.
 
     Attributes:
-        entries: In the order in which they lie in the file.
+        source: The file.
+        trailer: With which it proves itself; None for a file that plain torch wrote.
+        entries: The records, in the order in which they lie in the file.
         folder: Name of the top folder that all of them are in.
     """
 
+    source: Source
+    trailer: Trailer | None
     entries: tuple[Entry, ...]
     folder: str
 
@@ -55,6 +69,14 @@ class Directory:
     def short_name(self, entry: Entry) -> str:
         """Return the name of a record without the folder."""
         return entry.name.decode()[len(self.folder) + 1 :]
+
+    def read(self, entry: Entry) -> bytes:
+        """Return the data of a record."""
+        return self.source.read(entry.data_offset, entry.size)
+
+    def damaged(self, reason: str, record: str | None = None) -> DamagedCheckpointError:
+        """Return the error for this file."""
+        return DamagedCheckpointError(path=self.source.path, reason=reason, record=record)
 
 
 def read_trailer(source: Source) -> Trailer | None:
@@ -84,57 +106,17 @@ def read_trailer(source: Source) -> Trailer | None:
         return trailer
     if _is_end(tail[-END_BYTES:], 0):
         return None
-    raise DamagedCheckpointError(path=source.path, reason=_what_is_it(source))
+    raise DamagedCheckpointError(path=source.path, reason=describe_foreign(source))
 
 
 def _is_end(data: bytes, comment_bytes: int) -> bool:
     if len(data) != END_BYTES:
         return False
-    fields = _END.unpack(data)
-    return bool(fields[0] == _END_SIGNATURE and fields[-1] == comment_bytes)
+    fields = END.unpack(data)
+    return bool(fields[0] == END_SIGNATURE and fields[-1] == comment_bytes)
 
 
-def _what_is_it(source: Source) -> str:
-    """Say why a file that does not end as a torch file does is none."""
-    if not source.size_bytes:
-        return "it is empty"
-    head = source.read(0, min(source.size_bytes, 512))
-    if not head.strip(b"\0"):
-        return "it starts with zeros, its first block was never written"
-    if head.startswith(b"PK\x03\x04"):
-        span = min(source.size_bytes, _LONGEST_COMMENT + END_BYTES + TRAILER_BYTES)
-        tail = source.read(source.size_bytes - span, span)
-        at = tail.rfind(b"PK\x05\x06")
-        if at < 0:
-            return "it is cut off: the table of contents at its end is missing"
-        if tail.startswith(MAGIC, at + END_BYTES):
-            extra = span - at - END_BYTES - TRAILER_BYTES
-            return (
-                f"{extra} bytes were added after its end" if extra > 0 else f"it is cut off: {-extra} bytes are missing"
-            )
-        return "something was added after its end, or its end is cut off"
-    for start, kind in _KINDS:
-        if head.startswith(start):
-            return f"it is {kind}"
-    if head[257:262] == b"ustar":
-        return "it is a tar archive, which torch wrote before version 0.1.10; load it with torch.load and save it again"
-    return "it is no torch file"
-
-
-_KINDS = (
-    # The legacy format: the magic number, pickled.
-    (
-        b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.",
-        "in the format of torch before 1.6; load it with torch.load and save it again",
-    ),
-    (b"\x80", "a pickle, not a torch file"),
-    (b"\x1f\x8b", "compressed with gzip"),
-    (b"\x89HDF", "an HDF5 file"),
-    (b"\x93NUMPY", "a NumPy file"),
-)
-
-
-def read_directory(source: Source, trailer: Trailer | None) -> Directory:
+def read_archive(source: Source, trailer: Trailer | None) -> Archive:
     """Read and check the table of contents.
 
     Raises:
@@ -146,10 +128,10 @@ def read_directory(source: Source, trailer: Trailer | None) -> Directory:
     entries = _entries(source, data, count)
     if trailer is not None:
         _check_own_layout(source, entries, offset, data, end_offset)
-        return Directory(tuple(entries), FOLDER)
+        return Archive(source, trailer, tuple(entries), FOLDER)
     folder = _check_names(source, entries)
-    _check_foreign_layout(source, entries, offset)
-    return Directory(tuple(entries), folder)
+    _check_torch_layout(source, entries, offset)
+    return Archive(source, None, tuple(entries), folder)
 
 
 def _damaged(source: Source, reason: str, record: str = _DIRECTORY) -> DamagedCheckpointError:
@@ -158,23 +140,23 @@ def _damaged(source: Source, reason: str, record: str = _DIRECTORY) -> DamagedCh
 
 def _locate(source: Source, end_offset: int) -> tuple[int, int, int]:
     """Return offset, length and number of entries of the central directory."""
-    _, disk, first_disk, here, count, length, offset, _ = _END.unpack(source.read(end_offset, END_BYTES))
+    _, disk, first_disk, here, count, length, offset, _ = END.unpack(source.read(end_offset, END_BYTES))
     end = end_offset
-    locator_offset = end_offset - _LOCATOR64.size
+    locator_offset = end_offset - LOCATOR64.size
     if locator_offset >= 0:
-        signature, _, end64_offset, disks = _LOCATOR64.unpack(source.read(locator_offset, _LOCATOR64.size))
-        if signature == 0x07064B50:
-            if disks != 1 or end64_offset != locator_offset - _END64.size:
+        signature, _, end64_offset, disks = LOCATOR64.unpack(source.read(locator_offset, LOCATOR64.size))
+        if signature == LOCATOR64_SIGNATURE:
+            if disks != 1 or end64_offset != locator_offset - END64.size:
                 raise _damaged(source, "the end of the archive is not where it says", _END_RECORD)
-            signature, _, _, _, disk, first_disk, here, count, length, offset = _END64.unpack(
-                source.read(end64_offset, _END64.size)
+            signature, _, _, _, disk, first_disk, here, count, length, offset = END64.unpack(
+                source.read(end64_offset, END64.size)
             )
-            if signature != 0x06064B50:
+            if signature != END64_SIGNATURE:
                 raise _damaged(source, "the end of the archive is not whole", _END_RECORD)
             end = end64_offset
     if disk or first_disk or here != count or offset + length != end:
         raise _damaged(source, "the table of contents is not where the end of the archive says", _END_RECORD)
-    if count * _CENTRAL.size > length:
+    if count * CENTRAL.size > length:
         raise _damaged(source, f"{count} records do not fit into a table of contents of {length} bytes", _END_RECORD)
     return offset, length, count
 
@@ -183,31 +165,40 @@ def _entries(source: Source, data: bytes, count: int) -> list[Entry]:
     entries = []
     at = 0
     for _ in range(count):
-        if at + _CENTRAL.size > len(data):
+        if at + CENTRAL.size > len(data):
             raise _damaged(source, "the table of contents is cut")
-        fields = _CENTRAL.unpack_from(data, at)
+        fields = CENTRAL.unpack_from(data, at)
         signature, _, _, flags, method, _, _, crc, packed, size, name_length, extra_length, comment_length = fields[:13]
         disk, _, attributes, header_offset = fields[13:]
-        if signature != 0x02014B50:
+        if signature != CENTRAL_SIGNATURE:
             raise _damaged(source, "an entry of the table of contents does not start as one")
-        at += _CENTRAL.size
+        at += CENTRAL.size
         name = data[at : at + name_length]
         extra = data[at + name_length : at + name_length + extra_length]
         at += name_length + extra_length + comment_length
         shown = name.decode("ascii", "backslashreplace")
-        if method or flags & ~0x808:
+        if not _is_stored(method, flags):
             how = "compressed" if method else "encrypted" if flags & 1 else "stored in a way that torch does not use"
             raise _damaged(source, f"record {shown} is {how}")
         if attributes & _DOS_ATTRIBUTES or disk:
             # Torch returns memory that was never filled for a record whose attributes say "directory".
             raise _damaged(source, f"record {shown} has file attributes")
         size, packed, header_offset = _wide(source, shown, extra, (size, packed, header_offset))
-        if size != packed:
+        if not _is_whole(size, packed):
             raise _damaged(source, f"record {shown} is {size} bytes stored in {packed}")
         entries.append(Entry(name, size, header_offset, -1, crc))
     if at != len(data):
         raise _damaged(source, "the table of contents has an unexpected length")
     return entries
+
+
+def _is_stored(method: int, flags: int) -> bool:
+    """Return whether a record is as it is, neither compressed nor encrypted."""
+    return method == 0 and flags & ~_USUAL_FLAGS == 0
+
+
+def _is_whole(size: int, stored_size: int) -> bool:
+    return size == stored_size
 
 
 def _wide(source: Source, name: str, extra: bytes, values: tuple[int, int, int]) -> tuple[int, int, int]:
@@ -221,7 +212,7 @@ def _wide(source: Source, name: str, extra: bytes, values: tuple[int, int, int])
                 struct.unpack(f"<{length // 8}Q", extra[at : at + length // 8 * 8].ljust(length // 8 * 8, b"\0"))
             )
             try:
-                size, packed, offset = (next(fields) if value == _LIMIT32 else value for value in values)
+                size, packed, offset = (next(fields) if value == LIMIT32 else value for value in values)
             except RuntimeError:
                 raise _damaged(source, f"record {name} lacks its size") from None
             return size, packed, offset
@@ -241,11 +232,11 @@ def _check_names(source: Source, entries: list[Entry]) -> str:
             raise _damaged(source, f"a record has the name {entry.name!r}") from None
         parts = name.split("/")
         inner = name.partition("/")[2]
-        if len(parts) < 2 or not all(parts) or {".", ".."} & set(parts) or "\\" in inner or not inner.isprintable():
+        if not _is_inside(parts) or "\\" in inner or not inner.isprintable():
             raise _damaged(source, f"a record has the name {name!r}")
-        if name.lower() in seen:  # torch does not tell upper from lower case when it looks for a record
+        if _folded(name) in seen:
             raise _damaged(source, f"there are two records with the name {name!r}")
-        seen.add(name.lower())
+        seen.add(_folded(name))
         folders.add(parts[0])
     if len(folders) != 1:
         raise _damaged(source, "it is a zip archive, but no torch file: there is more than one folder in it")
@@ -255,11 +246,20 @@ def _check_names(source: Source, entries: list[Entry]) -> str:
     return folder
 
 
+def _is_inside(parts: list[str]) -> bool:
+    """Return whether a path stays in its top folder."""
+    return len(parts) >= 2 and all(parts) and not {".", ".."} & set(parts)
+
+
+def _folded(name: str) -> str:
+    return name.lower()  # torch does not tell upper from lower case when it looks for a record
+
+
 def _check_own_layout(source: Source, entries: list[Entry], offset: int, data: bytes, end_offset: int) -> None:
     """Lay the file out again from names and sizes; everything must be where it was."""
     found = {entry.name for entry in entries}
-    header, packs = (f"{FOLDER}/{name}".encode() in found for name in (HEADER_RECORD, PACKS_RECORD))
-    names = archive.record_names(max(0, len(entries) - _FIXED_RECORDS - header - packs), header=header, packs=packs)
+    header = f"{FOLDER}/{HEADER_RECORD}".encode() in found
+    names = archive.record_names(max(0, len(entries) - _FIXED_RECORDS - header), header=header)
     if len(names) != len(entries):
         raise _damaged(source, "records are missing")
     expected, end = archive.layout([(name, entry.size) for name, entry in zip(names, entries, strict=True)])
@@ -275,7 +275,7 @@ def _check_own_layout(source: Source, entries: list[Entry], offset: int, data: b
         raise _damaged(source, "the end of the archive is not what was written", _END_RECORD)
 
 
-def check_local_headers(source: Source, directory: Directory) -> None:
+def check_local_headers(file: Archive) -> None:
     """Compare the headers of all records of an own file with what was written.
 
     Torch finds the data of a record by them, and the scan by the layout: a digest that somebody computed anew does
@@ -284,27 +284,35 @@ def check_local_headers(source: Source, directory: Directory) -> None:
     Raises:
         DamagedCheckpointError: One of them differs.
     """
-    for entry in directory.entries:
-        header = source.read(entry.header_offset, entry.data_offset - entry.header_offset)
+    for entry in file.entries:
+        header = file.source.read(entry.header_offset, entry.data_offset - entry.header_offset)
         if header != archive.local_header(entry):
-            where = f"header of {directory.short_name(entry)}"
-            raise _damaged(source, "bytes around the records are not those written", where)
+            where = f"header of {file.short_name(entry)}"
+            raise file.damaged("bytes around the records are not those written", where)
 
 
-def _check_foreign_layout(source: Source, entries: list[Entry], directory_offset: int) -> None:
+def _check_torch_layout(source: Source, entries: list[Entry], directory_offset: int) -> None:
     """Find the data of every record; records must not overlap, so that their sizes add up to less than the file."""
     entries.sort(key=lambda entry: entry.header_offset)
     end = 0
     for entry in entries:
         where = f"header of {entry.name.decode()}"
-        if entry.header_offset < end or entry.header_offset + _LOCAL.size > directory_offset:
+        if entry.header_offset < end or entry.header_offset + LOCAL.size > directory_offset:
             raise _damaged(source, "records overlap or lie outside the file", where)
-        fields = _LOCAL.unpack(source.read(entry.header_offset, _LOCAL.size))
+        fields = LOCAL.unpack(source.read(entry.header_offset, LOCAL.size))
         signature, _, flags, method, *_, name_length, extra_length = fields
-        start = entry.header_offset + _LOCAL.size
-        if signature != 0x04034B50 or method or flags & ~0x808 or source.read(start, name_length) != entry.name:
+        start = entry.header_offset + LOCAL.size
+        if (
+            signature != LOCAL_SIGNATURE
+            or not _is_stored(method, flags)
+            or source.read(start, name_length) != entry.name
+        ):
             raise _damaged(source, "it differs from the table of contents", where)
         entry.data_offset = start + name_length + extra_length
-        end = entry.data_offset + entry.size
+        end = _end_of(entry)
         if end > directory_offset:
             raise _damaged(source, "records overlap or lie outside the file", where)
+
+
+def _end_of(entry: Entry) -> int:
+    return entry.data_offset + entry.size

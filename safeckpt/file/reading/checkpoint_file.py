@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import json
-from typing import IO, TYPE_CHECKING, Any, Self
+from typing import IO, TYPE_CHECKING, Any
 from zlib import crc32
 
 from safeckpt.errors import DamagedCheckpointError
-from safeckpt.file import archive
-from safeckpt.file.archive import HEADER_RECORD, MOST_HEADER_BYTES
-from safeckpt.file.checksum import CHUNK_BYTES, root_of
+from safeckpt.file.archive import HEADER_RECORD, MOST_HEADER_BYTES, descriptor, descriptor_bytes, layout
+from safeckpt.file.checksum import CHUNK_BYTES, digest_of
 from safeckpt.file.file_report import FileReport
-from safeckpt.file.reading.central_directory import read_directory, read_trailer
+from safeckpt.file.reading.central_directory import read_archive, read_trailer
 from safeckpt.file.reading.damage import check_records, find_damage
 from safeckpt.file.reading.mapping import Mapped
+from safeckpt.file.reading.opened import Opened
 from safeckpt.file.reading.source import source_of
 from safeckpt.file.trailer import FORMAT_VERSION
 
 if TYPE_CHECKING:
     import os
-    from types import TracebackType
 
-    from safeckpt.file.reading.central_directory import Directory
+    from safeckpt.file.reading.central_directory import Archive
     from safeckpt.file.reading.source import Source
     from safeckpt.file.trailer import Trailer
     from safeckpt.system.threads import Progress
@@ -56,7 +55,7 @@ def verify(f: str | os.PathLike[str] | IO[bytes], progress: Progress | None = No
         return file.verify(progress)
 
 
-class CheckpointFile:
+class CheckpointFile(Opened):
     """One open file.
 
     Attributes:
@@ -67,37 +66,49 @@ class CheckpointFile:
 
     def __init__(self, source: Source, trailer: Trailer | None) -> None:
         self._source = source
-        self._directory: Directory | None = None
+        self._archive: Archive | None = None
+        self._is_verified = False
         self.path = source.path
         self.size_bytes = source.size_bytes
         self.trailer = trailer
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
     @property
-    def root(self) -> str | None:
+    def digest(self) -> str | None:
         """The digest in its trailer; None for a file that plain torch wrote."""
-        return None if self.trailer is None else self.trailer.root
+        return None if self.trailer is None else self.trailer.digest
 
     def close(self) -> None:
         """Close the file, if it was given by path."""
         self._source.close()
 
-    def check_structure(self) -> Directory:
+    def check_structure(self) -> None:
         """Check the table of contents; no data is read.
 
         Raises:
             DamagedCheckpointError: It is not what torch and safeckpt write, or names records outside the file.
         """
-        if self._directory is None:
-            self._directory = read_directory(self._source, self.trailer)
-        return self._directory
+        self.archive()
+
+    def check_readable(self) -> None:
+        """Check all but the data: the table of contents, the header, and the pickle with what it says about records.
+
+        Raises:
+            DamagedCheckpointError: A load would fail.
+            UntrustedTypeError: It asks for a class or function that is not allowed.
+
+        Cost:
+            Reads the pickle; about 10 us for a tensor.
+        """
+        from safeckpt.file.reading.loading import read_pickle  # noqa: PLC0415 - as in _load
+
+        read_pickle(self.archive())
+        self.header()
+
+    def archive(self) -> Archive:
+        """Return its records, their places checked once."""
+        if self._archive is None:
+            self._archive = read_archive(self._source, self.trailer)
+        return self._archive
 
     def header(self) -> dict[str, Any] | None:
         """Return the header, None when the file has none.
@@ -110,7 +121,7 @@ class CheckpointFile:
         """
         if self.trailer is None:
             return None
-        entry = archive.layout([(HEADER_RECORD, 1)])[0][0]
+        entry = layout([(HEADER_RECORD, 1)])[0][0]
         head = self._source.read(0, min(_HEADER_BYTES, self.size_bytes))
         if not head.startswith(entry.name, _NAME_OFFSET):
             return None
@@ -120,7 +131,7 @@ class CheckpointFile:
             end = head.find(b"\n", entry.data_offset)
         data = head[entry.data_offset : end + 1]
         entry.size, entry.crc = len(data), crc32(data)
-        if not data or self._source.read(end + 1, archive.descriptor_bytes(entry)) != archive.descriptor(entry):
+        if not data or self._source.read(end + 1, descriptor_bytes(entry)) != descriptor(entry):
             raise self._damaged_header()
         try:
             header = json.loads(data)
@@ -148,38 +159,42 @@ class CheckpointFile:
         Cost:
             One pass over the file, in a few threads.
         """
-        directory = self.check_structure()
+        records = self.archive()
         if self.trailer is None:
-            check_records(self._source, directory)
-        else:
-            size = self.trailer.size_bytes
-            chunks = [(start, min(CHUNK_BYTES, size - start)) for start in range(0, size, CHUNK_BYTES)]
-            if root_of(self._source.crcs(chunks, progress), size) != self.trailer.root:
-                raise find_damage(self._source, directory)
+            check_records(records)
+        elif not self._has_digest(self.trailer, progress):
+            raise find_damage(records)
+        self._is_verified = True
         if progress is not None:
             progress(self.size_bytes, self.size_bytes)
         return FileReport(
             path=self.path,
             size_bytes=self.size_bytes,
-            records=len(directory.entries),
+            records=len(records.entries),
             self_proving=self.trailer is not None,
             format_version=FORMAT_VERSION if self.trailer else None,
-            root=self.trailer.root if self.trailer else None,
+            digest=self.digest,
             header=self.header(),
         )
+
+    def _has_digest(self, trailer: Trailer, progress: Progress | None) -> bool:
+        """Return whether the bytes before the trailer give the digest in it."""
+        size = trailer.size_bytes
+        chunks = [(start, min(CHUNK_BYTES, size - start)) for start in range(0, size, CHUNK_BYTES)]
+        return digest_of(self._source.crcs(chunks, progress), size) == trailer.digest
 
     def load(self, map_location: Any = None, *, mmap: bool = False) -> Any:
         """Return the object that was saved.
 
-        Nothing in the file is executed (``weights_only=True``, always), and nothing in it is verified: call
-        :meth:`verify` first.
+        Nothing in the file is executed (``weights_only=True``, always). It is not verified here; after :meth:`verify`
+        what is read has to be what was verified, unless it is mapped.
 
         Args:
             map_location: As in ``torch.load``.
             mmap: Map the file instead of reading it; needs a file with a descriptor.
 
         Raises:
-            DamagedCheckpointError: It cannot be read.
+            DamagedCheckpointError: It cannot be read, or has changed since it was verified.
             UntrustedTypeError: It asks for a class or function that is not allowed.
         """
         return self._load(map_location, mmap=mmap)[0]
@@ -194,7 +209,6 @@ class CheckpointFile:
         return loaded, Mapped(self._source, address)
 
     def _load(self, map_location: Any, *, mmap: bool) -> tuple[Any, int | None]:
-        from safeckpt.file.reading.loading import load_records  # noqa: PLC0415 - torch, which a check does without
+        from safeckpt.file.reading.loading import load_archive  # noqa: PLC0415 - torch, which a check does without
 
-        own = self.trailer is not None
-        return load_records(self._source, self.check_structure(), map_location, mmap=mmap, own=own)
+        return load_archive(self.archive(), map_location, mmap=mmap, checked=self._is_verified)

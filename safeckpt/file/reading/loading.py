@@ -1,8 +1,7 @@
-"""Hand a file to ``torch.load`` once its claims are checked, and turn torch's many kinds of failure into one."""
+"""Load what is in a file: read its pickle, check it, and build the object, here or by ``torch.load``."""
 
 from __future__ import annotations
 
-import json
 import mmap as mmap_module
 import os
 import pickle
@@ -10,26 +9,26 @@ import sys
 import warnings
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Final
+from zlib import crc32
 
 import torch
-from torch._weights_only_unpickler import _get_user_allowed_globals
 
 from safeckpt.errors import DamagedCheckpointError, UntrustedTypeError
-from safeckpt.file.archive import PACKS_RECORD
 from safeckpt.file.gc_pause import no_collection
 from safeckpt.file.pickle_scan import PickleError, UntrustedGlobalError, scan_pickle
 from safeckpt.file.reading.central_directory import check_local_headers
-from safeckpt.file.reading.placement import Placement, Records, own_storages
-from safeckpt.file.reading.unpickle import is_simple, unpickle
+from safeckpt.file.reading.storages import MapLocation, Storages
+from safeckpt.file.reading.unpickle import can_unpickle, unpickle
+from safeckpt.system.torch_private import fake_mode_is_on, registered_globals, skip_data_is_on
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from safeckpt.file.pickle_scan import Scan
-    from safeckpt.file.reading.central_directory import Directory
+    from safeckpt.file.reading.central_directory import Archive
     from safeckpt.file.reading.source import Source
 
-__all__ = ["load_records", "scan_records"]
+__all__ = ["load_archive", "read_pickle"]
 
 _MOST_PICKLE_BYTES: Final = 1 << 30  # a million tensors take about 150 MB
 _FAILURES: Final = (
@@ -42,59 +41,93 @@ _USUAL: Final = {  # what torch looks at besides the pickle; with anything else 
 _NO_MEMORY: Final = ("allocate memory", "not enough memory", "out of memory")
 
 
-def load_records(
-    source: Source, directory: Directory, map_location: Any, *, mmap: bool, own: bool
-) -> tuple[Any, int | None]:
+def load_archive(file: Archive, map_location: Any, *, mmap: bool, checked: bool) -> tuple[Any, int | None]:
     """Load everything; see :meth:`safeckpt.file.reading.checkpoint_file.CheckpointFile.load`.
 
     Args:
-        source: The file.
-        directory: Its records.
+        file: The file.
         map_location: As in ``torch.load``.
         mmap: Map the file instead of reading it.
-        own: Whether safeckpt wrote it.
+        checked: Whether the file was verified: then what is read now has to be the same.
 
     Returns:
-        The object, and where in memory the file begins, if it was mapped.
+        The object, and where in memory the file begins, if it was mapped and torch's own reader was not needed.
     """
-    if torch.serialization._serialization_tls.skip_data:
+    if skip_data_is_on():
         raise RuntimeError("inside torch.serialization.skip_data() a load would return memory that was never filled")
     with no_collection():
-        data, scan = scan_records(source, directory)
-        _check_devices(source, scan, map_location)
-        offsets = {directory.short_name(entry): entry.data_offset for entry in directory.entries if mmap}
-        placement = Placement(scan, _packed_keys(source, directory), map_location, offsets)
-        _check_packed(source, scan, placement.shared_keys)
-        by_c = placement.shared_keys and _fits_the_fast_reader(source, directory, scan, placement)
-        if own:
-            check_local_headers(source, directory)
-        mapped_path = _readable(source, mmap=mmap) if mmap else None
-        with _modes(scan, mmap=mmap):
+        data, scan = read_pickle(file, checked=checked)
+        _check_devices(file, scan, map_location)
+        if file.trailer is not None:
+            check_local_headers(file)
+        target = MapLocation(map_location)
+        mapped_path = _openable(file.source, mmap=True) if mmap else None
+        try:
+            if can_unpickle(scan) and _is_usual(file) and not target.is_meta and not fake_mode_is_on():
+                storages = Storages(file, target, mapped_path, checked=checked)
+                return unpickle(data, scan, storages.get), storages.address
+            openable = mapped_path or _openable(file.source, mmap=False)
+            with _modes(scan, mmap=mmap):
+                return torch.load(openable, target.for_torch, weights_only=True, mmap=mmap), None
+        except _FAILURES as error:
+            if target.failed or _is_innocent(error, scan):
+                raise
+            raise file.damaged(f"torch cannot load it: {_first_line(error)}", "data.pkl") from error
+
+
+def read_pickle(file: Archive, *, checked: bool = False) -> tuple[bytes, Scan]:
+    """Return the pickle of a file and what is in it, once what it says about storages agrees with the records.
+
+    Raises:
+        DamagedCheckpointError: A safe load would not survive the pickle, or a record is missing or of another size.
+        UntrustedTypeError: The pickle asks for a class or function that is not allowed.
+    """
+    entry = file.find("data.pkl")
+    if entry is None or entry.size > _MOST_PICKLE_BYTES:
+        raise file.damaged("its pickle is missing, or larger than any state needs", "data.pkl")
+    data = file.read(entry)
+    if checked and crc32(data) != entry.crc:
+        raise file.damaged("its bytes have changed since they were verified", "data.pkl")
+    try:
+        scan = scan_pickle(data)
+    except UntrustedGlobalError as error:
+        raise UntrustedTypeError(path=file.source.path, type_name=error.name) from None
+    except PickleError as error:
+        raise file.damaged(str(error), "data.pkl") from None
+    sizes = {file.short_name(entry): entry.size for entry in file.entries}
+    for key, claim in scan.claims.items():
+        size = sizes.get(f"data/{key}")
+        if size != claim.nbytes:
+            has = "is missing" if size is None else f"has {size} bytes"
+            raise file.damaged(f"a tensor needs {claim.nbytes} bytes of a record which {has}", f"data/{key}")
+    return data, scan
+
+
+def _check_devices(file: Archive, scan: Scan, map_location: Any) -> None:
+    """Let torch say now which device is missing: that is no damage.
+
+    Raises:
+        RuntimeError: From torch, as it is: a device is not there, with the advice to use map_location.
+        DamagedCheckpointError: The file names a device that does not exist anywhere.
+    """
+    if callable(map_location):
+        return
+    for location in {claim.location for claim in scan.claims.values()}:
+        target = map_location.get(location, location) if isinstance(map_location, dict) else map_location or location
+        if target is location and location != "cpu":
             try:
-                if by_c:
-                    records = Records(source, directory, scan, placement, mapped_path)
-                    loaded, exact = unpickle(data, scan, placement.shared_keys, records.storage)
-                    if exact:
-                        return loaded, placement.address
-                readable = mapped_path or _readable(source, mmap=mmap)
-                loaded = torch.load(readable, placement.map_location, weights_only=True, mmap=mmap)
-            except _FAILURES as error:
-                if placement.failed or _is_innocent(error, scan):
-                    raise
-                raise _damaged(source, f"torch cannot load it: {_first_line(error)}", "data.pkl") from error
-        own_storages(loaded, placement.shared)
-        return loaded, placement.address
+                torch.device(location)
+            except RuntimeError:
+                raise file.damaged(f"it names a device {location!r}", "data.pkl") from None
+        if str(target) not in ("cpu", "meta"):
+            torch.serialization.default_restore_location(torch.UntypedStorage(0), str(target))
 
 
-def _fits_the_fast_reader(source: Source, directory: Directory, scan: Scan, placement: Placement) -> bool:
-    usual = all(
-        (entry := directory.find(name)) is not None and source.read(entry.data_offset, entry.size) == content
-        for name, content in _USUAL.items()
-    )
-    log = directory.find(".data/serialization_id")  # torch decodes it
-    usual = usual and log is not None and source.read(log.data_offset, log.size).isascii()
-    faked = placement.meta or torch._guards.detect_fake_mode(None) is not None
-    return usual and not faked and not scan.builds and is_simple(scan.globals)
+def _is_usual(file: Archive) -> bool:
+    """Return whether the small records hold what every file has today."""
+    usual = all((entry := file.find(name)) is not None and file.read(entry) == data for name, data in _USUAL.items())
+    log = file.find(".data/serialization_id")  # torch decodes it
+    return usual and log is not None and file.read(log).isascii()
 
 
 @contextmanager
@@ -119,51 +152,7 @@ def _modes(scan: Scan, *, mmap: bool) -> Iterator[None]:
         yield
 
 
-def scan_records(source: Source, directory: Directory) -> tuple[bytes, Scan]:
-    """Return the pickle of a file and what is in it, once what it says about storages agrees with the records.
-
-    Raises:
-        DamagedCheckpointError: A safe load would not survive the pickle, or a record is missing or of another size.
-        UntrustedTypeError: The pickle asks for a class or function that is not allowed.
-    """
-    entry = directory.find("data.pkl")
-    if entry is None or entry.size > _MOST_PICKLE_BYTES:
-        raise _damaged(source, "its pickle is missing, or larger than any state needs", "data.pkl")
-    data = source.read(entry.data_offset, entry.size)
-    try:
-        scan = scan_pickle(data)
-    except UntrustedGlobalError as error:
-        raise UntrustedTypeError(path=source.path, type_name=error.name) from None
-    except PickleError as error:
-        raise _damaged(source, str(error), "data.pkl") from None
-    sizes = {directory.short_name(entry): entry.size for entry in directory.entries}
-    for key, claim in scan.claims.items():
-        size = sizes.get(f"data/{key}")
-        if size != claim.nbytes:
-            has = "is missing" if size is None else f"has {size} bytes"
-            raise _damaged(source, f"a tensor needs {claim.nbytes} bytes of a record which {has}", f"data/{key}")
-    return data, scan
-
-
-def _damaged(source: Source, reason: str, record: str) -> DamagedCheckpointError:
-    return DamagedCheckpointError(path=source.path, reason=reason, record=record)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
-
-
-def _is_innocent(error: Exception, scan: Scan) -> bool:
-    """Tell whether the file cannot be blamed: memory ran out, the disk failed, or a registered type refused."""
-    if isinstance(error, OSError):
-        return error.errno is not None and error.errno != 22  # EINVAL: torch seeks to a place that is not there
-    if isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _NO_MEMORY):
-        return True
-    return not scan.globals.isdisjoint(_get_user_allowed_globals())
-
-
-def _readable(source: Source, *, mmap: bool) -> Any:
+def _openable(source: Source, *, mmap: bool) -> Any:
     """Return what torch can open and which is the open file itself, whatever its name means by now."""
     if source.descriptor is not None:
         name = f"/proc/self/fd/{source.descriptor}"
@@ -177,46 +166,17 @@ def _readable(source: Source, *, mmap: bool) -> Any:
     return source.file
 
 
-def _packed_keys(source: Source, directory: Directory) -> frozenset[str]:
-    entry = directory.find(PACKS_RECORD)
-    if entry is None:
-        return frozenset()
-    try:
-        keys = json.loads(source.read(entry.data_offset, entry.size))
-    except (ValueError, RecursionError):
-        keys = None
-    if type(keys) is not list or not all(type(key) is int for key in keys):
-        raise _damaged(source, "the list of records with many tensors is not whole", PACKS_RECORD)
-    return frozenset(map(str, keys))
+def _is_innocent(error: Exception, scan: Scan) -> bool:
+    """Return whether the file cannot be blamed: memory ran out, the disk failed, or a registered type refused."""
+    if isinstance(error, (OSError, DamagedCheckpointError)):
+        return not isinstance(error, OSError) or (
+            error.errno is not None and error.errno != 22  # EINVAL: torch seeks to a place that is not there
+        )
+    if isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _NO_MEMORY):
+        return True
+    return not scan.globals.isdisjoint(registered_globals())
 
 
-def _check_packed(source: Source, scan: Scan, shared_keys: frozenset[str]) -> None:
-    """Check that tensors which are copied out of shared records need no more memory than those records.
-
-    Raises:
-        DamagedCheckpointError: Some of them overlap or repeat their elements, which no writer does.
-    """
-    for key in shared_keys & scan.claims.keys():
-        claim = scan.claims[key]
-        if claim.taken_bytes > claim.nbytes:
-            raise _damaged(source, f"tensors need {claim.taken_bytes} bytes of {claim.nbytes}", f"data/{key}")
-
-
-def _check_devices(source: Source, scan: Scan, map_location: Any) -> None:
-    """Let torch say now which device is missing: that is no damage.
-
-    Raises:
-        RuntimeError: From torch, as it is: a device is not there, with the advice to use map_location.
-        DamagedCheckpointError: The file names a device that does not exist anywhere.
-    """
-    if callable(map_location):
-        return
-    for location in {claim.location for claim in scan.claims.values()}:
-        target = map_location.get(location, location) if isinstance(map_location, dict) else map_location or location
-        if target is location and location != "cpu":
-            try:
-                torch.device(location)
-            except RuntimeError:
-                raise _damaged(source, f"it names a device {location!r}", "data.pkl") from None
-        if str(target) not in ("cpu", "meta"):
-            torch.serialization.default_restore_location(torch.UntypedStorage(0), str(target))
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__

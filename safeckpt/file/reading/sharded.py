@@ -9,17 +9,17 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Self
+from typing import IO, TYPE_CHECKING, Any
 
 from safeckpt.errors import DamagedCheckpointError
-from safeckpt.file.checksum import CHUNK_BYTES, ChunkDigest, root_of
+from safeckpt.file.checksum import CHUNK_BYTES, ChunkDigest, digest_of
 from safeckpt.file.file_report import FileReport
 from safeckpt.file.reading.checkpoint_file import CheckpointFile, open_file
+from safeckpt.file.reading.opened import Opened
 from safeckpt.file.reading.source import source_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import TracebackType
 
     from safeckpt.file.reading.mapping import Mapped
     from safeckpt.system.threads import Progress
@@ -35,7 +35,7 @@ def shard_of_bytes(name: str, data: bytes) -> ShardFile:
     """Return what the index says about a file with this content."""
     digest = ChunkDigest()
     digest.add(data)
-    return name, digest.size_bytes, digest.root()
+    return name, digest.size_bytes, digest.hexdigest()
 
 
 def _shard_of(path: Path, progress: Progress | None = None) -> ShardFile:
@@ -44,7 +44,7 @@ def _shard_of(path: Path, progress: Progress | None = None) -> ShardFile:
     try:
         size = source.size_bytes
         chunks = [(start, min(CHUNK_BYTES, size - start)) for start in range(0, size, CHUNK_BYTES)]
-        return path.name, size, root_of(source.crcs(chunks, progress), size)
+        return path.name, size, digest_of(source.crcs(chunks, progress), size)
     finally:
         source.close()
 
@@ -89,7 +89,7 @@ def open_folder(path: str | os.PathLike[str]) -> CheckpointFolder:
         raise DamagedCheckpointError(path=path, reason=f"it has no {INDEX}", record=INDEX) from None
 
 
-class CheckpointFolder:
+class CheckpointFolder(Opened):
     """One open sharded checkpoint.
 
     Attributes:
@@ -104,18 +104,10 @@ class CheckpointFolder:
         self.size_bytes = index.size_bytes
         self._place = path
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
     @property
-    def root(self) -> str | None:
+    def digest(self) -> str | None:
         """The digest of the index, which covers those of all other files."""
-        return self.index.root
+        return self.index.digest
 
     def close(self) -> None:
         """Close the index."""
@@ -125,13 +117,13 @@ class CheckpointFolder:
         """Return the header of the index, see `CheckpointFile.header`."""
         return self.index.header()
 
-    def check_structure(self) -> object:
+    def check_structure(self) -> None:
         """Check the index and that no file is missing; no data is read.
 
         Raises:
             DamagedCheckpointError: Something is wrong with it.
         """
-        directory = self.index.check_structure()
+        self.index.check_structure()
         header = self.header() or {}
         shards, size = header.get("shards"), header.get("shards_bytes")
         if not isinstance(shards, int) or not isinstance(size, int):
@@ -140,7 +132,6 @@ class CheckpointFolder:
         if found < shards:
             raise DamagedCheckpointError(path=self.path, reason=f"{shards - found} of its {shards} files are missing")
         self.size_bytes = self.index.size_bytes + size
-        return directory
 
     def load(self, map_location: Any = None, *, mmap: bool = False) -> Any:
         """Return what is in the index: the whole state but for the tensors in the other files."""
@@ -157,7 +148,7 @@ class CheckpointFolder:
             DamagedCheckpointError: It says nothing.
         """
         try:
-            return [(str(name), int(size), str(root)) for name, size, root in self.load("cpu")["safeckpt"]["files"]]
+            return [(str(name), int(size), str(digest)) for name, size, digest in self.load("cpu")["safeckpt"]["files"]]
         except (KeyError, TypeError, ValueError) as error:
             raise self._damaged("its index does not say what belongs to it", INDEX) from error
 
@@ -185,7 +176,7 @@ class CheckpointFolder:
             records=len(shards) + 1,
             self_proving=True,
             format_version=report.format_version,
-            root=report.root,
+            digest=report.digest,
             header=report.header,
         )
 
@@ -196,18 +187,18 @@ class CheckpointFolder:
             if progress is not None:
                 progress(done + done_bytes, total)
 
-        for name, size, root in shards:
+        for name, size, digest in shards:
             if Path(name).name != name:
                 raise self._damaged(f"its index names {name!r}", INDEX)
             try:
-                _, found_size, found_root = _shard_of(self._place / name, so_far)
+                _, found_size, found_digest = _shard_of(self._place / name, so_far)
             except FileNotFoundError:
                 if not self._place.is_dir():
                     raise  # pruned by its writer
                 raise self._damaged(f"{name} is missing", name) from None
             if found_size != size:
                 raise self._damaged(f"{name} has {found_size} bytes, {size} were written", name)
-            if found_root != root:
+            if found_digest != digest:
                 raise self._damaged(f"{name} is not what was written", name)
             done += size
         so_far(0)

@@ -90,6 +90,41 @@ class Source:
         self.read_into(memoryview(buffer), offset)
         return bytes(buffer)
 
+    def read_with_crc(self, buffer: memoryview, offset: int) -> int:
+        """Fill a buffer from an offset and return the CRC-32 of what was read, in a few threads where that pays.
+
+        Raises:
+            DamagedCheckpointError: The file ends before.
+        """
+        if len(buffer) <= _ALONE_BYTES or self.descriptor is None:
+            return self._fill(buffer, offset)
+        starts = list(range(0, len(buffer), CHUNK_BYTES))
+        crcs = [0] * len(starts)
+        todo = deque(range(len(starts)))
+
+        def work() -> None:
+            while todo:
+                try:
+                    index = todo.popleft()
+                except IndexError:  # another thread took the last one
+                    return
+                start = starts[index]
+                crcs[index] = self._fill(buffer[start : start + CHUNK_BYTES], offset + start)
+
+        in_threads(work, todo.clear, name="safeckpt-read")
+        whole = 0
+        for start, crc in zip(starts, crcs, strict=True):
+            whole = combine(whole, crc, min(CHUNK_BYTES, len(buffer) - start))
+        return whole
+
+    def _fill(self, buffer: memoryview, offset: int) -> int:
+        crc = 0
+        for start in range(0, len(buffer), _READ_BYTES):
+            piece = buffer[start : start + _READ_BYTES]
+            self.read_into(piece, offset + start)
+            crc = crc32(piece, crc)
+        return crc
+
     def crcs(self, ranges: Sequence[tuple[int, int]], progress: Progress | None = None) -> list[int]:
         """Return the CRC-32 of each (offset, length), computed in a few threads where that pays."""
         total = sum(length for _, length in ranges)

@@ -18,17 +18,17 @@ import torch
 from safeckpt.errors import UnsavableStateError
 from safeckpt.file.gc_pause import no_collection
 from safeckpt.file.writing.convert import EMPTY_BYTES, converted
-from safeckpt.file.writing.hints import cure_for, special_reason
-from safeckpt.file.writing.pickling import stored_dtype, use_of, used_storages
+from safeckpt.file.writing.hints import hint_for, special_reason
+from safeckpt.file.writing.pickling import used_storages
 from safeckpt.file.writing.readability import is_allowed, parts_of, why_unreadable
 from safeckpt.file.writing.rebuild import CONTAINERS, Rebuild
-from safeckpt.file.writing.tensors import is_ordinary, why_unsavable
-from safeckpt.file.writing.views import StorageTypeConflictError
+from safeckpt.file.writing.spans import StorageTypeConflictError, stored_dtype, view_of
+from safeckpt.file.writing.tensors import why_unsavable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from safeckpt.file.writing.views import Use
+    from safeckpt.file.writing.spans import View
 
 __all__ = ["MOST_LEVELS", "encode"]
 
@@ -87,11 +87,11 @@ def encode(tree: Any, *, root: str = "obj") -> Any:
 class _RefusedError(Exception):
     """A value is refused; on its way up, every container adds how the value is reached from it."""
 
-    def __init__(self, value: object, reason: str = "", cure: str = "") -> None:
+    def __init__(self, value: object, reason: str = "", hint: str = "") -> None:
         super().__init__(reason)
         self.value = value
         self.reason = reason
-        self.cure = cure
+        self.hint = hint
         self.steps: list[str] = []
 
     def location(self, root: str) -> str:
@@ -106,8 +106,8 @@ class _RefusedError(Exception):
         kind = type(self.value)
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         location = self.location(root)
-        cure = self.cure.format(x=location) if self.cure else cure_for(self.value, location)
-        return UnsavableStateError(location=location, type_name=name, reason=self.reason, cure=cure)
+        hint = self.hint.format(x=location) if self.hint else hint_for(self.value, location)
+        return UnsavableStateError(location=location, type_name=name, reason=self.reason, cure=hint)
 
 
 def _key_step(key: Any) -> str:
@@ -212,10 +212,9 @@ class _Walker:
         if id(tensor) in self._seen:
             return
         self._seen.add(id(tensor))
-        if not is_ordinary(tensor):
-            why = why_unsavable(tensor)
-            if why is not None:
-                raise _RefusedError(tensor, *why)
+        why = why_unsavable(tensor)
+        if why is not None:
+            raise _RefusedError(tensor, *why)
         if tensor.layout is torch.strided and not tensor.is_nested:
             # The format gives a storage one element type. Nearly always no storage has two; whether it matters
             # where one has is worked out only then.
@@ -272,10 +271,10 @@ class _Walker:
 
     def _replace(self, value: Any, plain: Any) -> None:
         if self._fixed:
-            cure = (
+            hint = (
                 "save the plain value: it is inside an object that is saved as it is, so it cannot be converted here."
             )
-            raise _RefusedError(value, "", cure)
+            raise _RefusedError(value, "", hint)
         self.replaced[id(value)] = plain
 
     def check_shared_storages(self, payload: Any, root: str) -> None:
@@ -283,22 +282,24 @@ class _Walker:
         if not self._mixed:
             return
         try:
-            used_storages(payload).plan(pack=False)
+            used_storages(payload).check_types()
         except StorageTypeConflictError as conflict:
-            first, second = (_Finder(use).find(payload) for use in (conflict.first, conflict.second))
+            views = (conflict.first, conflict.second)
+            first, second = (_Finder(conflict.storage, view).find(payload) for view in views)
             if second is None or first is None:
                 raise _RefusedError(payload, str(conflict)) from None
             second.reason = f"it shares memory with {first.location(root)}, which has another dtype"
-            second.cure = "save a copy of one of them: {x}.clone()."
+            second.hint = "save a copy of one of them: {x}.clone()."
             raise second from None
 
 
 class _Finder(_Walker):
-    """Finds the first tensor that is a given view."""
+    """Finds the first tensor over a given stretch of a storage."""
 
-    def __init__(self, use: Use) -> None:
+    def __init__(self, storage: torch.UntypedStorage, view: View) -> None:
         super().__init__()
-        self._use = use
+        self._storage = storage
+        self._view = view
 
     def find(self, tree: Any) -> _RefusedError | None:
         """Return what a refusal of that tensor would be."""
@@ -309,6 +310,7 @@ class _Finder(_Walker):
         return None
 
     def _tensor(self, tensor: torch.Tensor, depth: int) -> None:
-        if tensor.layout is torch.strided and not tensor.is_nested and use_of(tensor) == self._use:
+        plain = tensor.layout is torch.strided and not tensor.is_nested
+        if plain and tensor.untyped_storage() is self._storage and view_of(tensor) == self._view:
             raise _RefusedError(tensor)
         super()._tensor(tensor, depth)

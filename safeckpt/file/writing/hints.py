@@ -1,4 +1,4 @@
-"""What to do instead, for each kind of value that a safe load cannot read back."""
+"""Say what to save instead, for each kind of value that a safe load cannot read back."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ import numpy as np
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]  # not in its __all__
 
-__all__ = ["cure_for", "special_reason"]
+__all__ = ["hint_for", "special_reason"]
 
 _REGISTER = "register its type with torch.serialization.add_safe_globals"
 
 # The first row that fits counts, so subclasses stand before their bases. {x} is the key path of the value.
-_CURES: tuple[tuple[Any, str], ...] = (
+_HINTS: tuple[tuple[Any, str], ...] = (
     (enum.Enum, "save {x}.value"),
     (np.random.Generator, "save {x}.bit_generator.state, arrays in it as lists"),
     (np.random.BitGenerator, "save {x}.state, arrays in it as lists"),
@@ -88,20 +88,20 @@ _BY_NAME = {  # of types from libraries that are not imported here
 }
 
 
-def cure_for(value: object, location: str) -> str:
+def hint_for(value: object, location: str) -> str:
     """Return one line that says what to save in the place of a value."""
     kind = type(value)
     by_name = _BY_NAME.get(kind.__module__.partition(".")[0])
     if by_name is not None:
         return _sentence(by_name, location)
-    for kinds, cure in _CURES:
+    for kinds, hint in _HINTS:
         if isinstance(value, kinds):
-            return _sentence(cure, location)
+            return _sentence(hint, location)
     return _sentence(_by_shape(value), location)
 
 
 def _by_shape(value: object) -> str:
-    """Find a cure by what a value can do."""
+    """Find a hint by what a value can do."""
     if dataclasses.is_dataclass(value):
         return "save dataclasses.asdict({x})"
     if callable(getattr(value, "state_dict", None)):
@@ -111,8 +111,8 @@ def _by_shape(value: object) -> str:
     return "store plain values and tensors in its place"
 
 
-def _sentence(cure: str, location: str) -> str:
-    return cure.format(x=location) + "."
+def _sentence(hint: str, location: str) -> str:
+    return hint.format(x=location) + "."
 
 
 def special_reason(value: object) -> tuple[str]:

@@ -1,7 +1,7 @@
 """A payload as torch pickles it, and the records its storages become.
 
-The pickle is torch's own, byte for byte, wherever every storage is needed as a whole. It differs where
-:mod:`safeckpt.file.writing.views` says that a tensor finds its elements at another place than in its storage.
+The pickle is torch's own, byte for byte, wherever every storage is needed as a whole. Where the file holds a part of a
+storage (:mod:`safeckpt.file.writing.spans`), tensors in it begin at another element than in memory.
 """
 
 from __future__ import annotations
@@ -14,35 +14,35 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._tensor import _rebuild_from_type_v2
-from torch._utils import _rebuild_parameter, _rebuild_qtensor, _rebuild_tensor, _rebuild_tensor_v2, _rebuild_tensor_v3
-from torch._weights_only_unpickler import _get_allowed_globals
 from torch.serialization import location_tag, normalize_storage_type
 
 from safeckpt.file.writing.convert import EMPTY_BYTES
-from safeckpt.file.writing.storages import UsedStorages
-from safeckpt.file.writing.views import Use
+from safeckpt.file.writing.spans import UsedStorages, View, view_of
+from safeckpt.system.tensor_kind import is_plain
+from safeckpt.system.torch_private import (
+    DTYPE_TO_STORAGE,
+    STORAGE_CLASSES,
+    allowed_globals,
+    rebuild_from_type_v2,
+    rebuild_parameter,
+    rebuild_qtensor,
+    rebuild_tensor_v2,
+    rebuild_tensor_v3,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from safeckpt.file.writing.record_content import Content
-    from safeckpt.file.writing.storages import WholeStorage
-    from safeckpt.file.writing.views import Segment
+    from safeckpt.file.writing.spans import Span
 
-__all__ = ["Pickled", "pickle_payload", "stored_dtype", "use_of", "used_storages"]
+__all__ = ["Pickled", "pickle_payload", "used_storages"]
 
-# Types whose elements the format calls bytes: tensors of them carry their dtype beside the storage.
-_BYTES_DTYPES: frozenset[torch.dtype] = frozenset(torch.storage._new_dtypes())
 _PLAIN_DTYPES: frozenset[torch.dtype] = frozenset(
-    dtype
-    for dtype in torch.storage._dtype_to_storage_type_map()
-    if "qint" not in str(dtype) and "quint" not in str(dtype)
+    dtype for dtype in DTYPE_TO_STORAGE if "qint" not in str(dtype) and "quint" not in str(dtype)
 )
-_STRIDED = torch.strided
 _CALLABLE = (type, types.FunctionType, types.BuiltinFunctionType)
 _KNOWN_CALLABLES = frozenset(
-    [value for value in _get_allowed_globals().values() if isinstance(value, _CALLABLE)] + list(torch._storage_classes)
+    [value for value in allowed_globals().values() if isinstance(value, _CALLABLE)] + list(STORAGE_CLASSES)
 )
 _KNOWN_KINDS = frozenset(
     {
@@ -67,128 +67,109 @@ class Pickled:
 
     Attributes:
         data: The record ``data.pkl``.
-        contents: Bytes of the records ``data/0``, ``data/1``, ...
-        packed: Indices of those that hold many small tensors.
+        spans: Bytes of the records ``data/0``, ``data/1``, ...
         plain: Whether every class and function in it is one that torch itself allows a safe load to use.
     """
 
     data: bytes
-    contents: Sequence[Content]
-    packed: Sequence[int]
+    spans: Sequence[Span]
     plain: bool
 
 
-def pickle_payload(payload: object, protocol: int = 2, *, pack: bool = True) -> Pickled:
+def pickle_payload(payload: object, protocol: int = 2) -> Pickled:
     """Pickle a payload; no tensor is copied.
 
     Args:
         payload: Anything that :func:`safeckpt.file.writing.encoding.encode` lets pass.
         protocol: 2, or 3. What protocol 3 adds are opcodes for bytes that a safe load does not know, so that a
             file of protocol 3 uses none of them.
-        pack: Put many small storages together into one record.
+
+    Raises:
+        StorageTypeConflictError: Tensors of different dtypes share bytes.
     """
     first = _Collector()
     first.dump(payload)
-    first.storages.plan(pack=pack)
+    first.storages.check_types()
     buffer = io.BytesIO()
     second = _Pickler(buffer, first, fix_imports=protocol < 3)
     second.dump(payload)
     data = buffer.getvalue()
     if protocol == 3:
         data = b"\x80\x03" + data[2:]
-    packed = [index for index, segment in enumerate(second.segments) if segment.packed]
-    return Pickled(data, [segment.content for segment in second.segments], packed, second.plain)
+    return Pickled(data, second.spans, second.plain)
 
 
 def used_storages(payload: object) -> UsedStorages:
-    """Find every storage that a payload refers to, and the views of it."""
+    """Find every storage that a payload refers to, and the tensors in it."""
     collector = _Collector()
     collector.dump(payload)
     return collector.storages
 
 
-def stored_dtype(tensor: torch.Tensor) -> torch.dtype | None:
-    """Return the element type by which the file calls the storage of a tensor; None for bytes."""
-    return None if tensor.dtype in _BYTES_DTYPES else tensor.dtype
-
-
-def use_of(tensor: torch.Tensor) -> Use:
-    """Describe a strided tensor as a view of its storage."""
-    dtype = stored_dtype(tensor)
-    return Use.of(dtype, tensor.element_size(), int(tensor.storage_offset()), tuple(tensor.size()), tensor.stride())
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Tell whether torch reduces a tensor to storage, offset, size and stride and nothing else."""
+def _is_simple(tensor: torch.Tensor) -> bool:
+    """Return whether torch reduces a tensor to storage, offset, size and stride and nothing else."""
     return (
-        (tensor.is_cpu or tensor.is_cuda)
-        and not tensor.__dict__
+        is_plain(tensor)
+        and (tensor.is_cpu or tensor.is_cuda)
         and tensor.dtype in _PLAIN_DTYPES
-        and tensor.layout is _STRIDED
-        and not tensor.is_nested
-        and not tensor.is_neg()
-        and not tensor.is_conj()
+        and not tensor.__dict__
         and not tensor._backward_hooks
     )
 
 
-def _of_storage(storage: torch.TypedStorage | torch.UntypedStorage) -> tuple[torch.UntypedStorage, Use]:
+def _of_storage(storage: torch.TypedStorage | torch.UntypedStorage) -> tuple[torch.UntypedStorage, View]:
     if isinstance(storage, torch.UntypedStorage):
-        return storage, Use.of(None, 1, 0, (storage.nbytes(),), (1,))
+        return storage, View(None, 1, 0, storage.nbytes())
     untyped = storage._untyped_storage
     itemsize = storage.dtype.itemsize
-    return untyped, Use.of(storage.dtype, itemsize, 0, (untyped.nbytes() // itemsize,), (1,))
+    return untyped, View(storage.dtype, itemsize, 0, untyped.nbytes() // itemsize * itemsize)
 
 
-def _rewrite(reduced: Any, change: Callable[[Any, Use], tuple[Any, int, tuple[int, ...]]]) -> Any:
-    """Let ``change`` replace storage, offset and stride in what a tensor reduces to, where they are in it."""
+def _rewrite(reduced: Any, change: Callable[[torch.UntypedStorage, View], tuple[Any, int]]) -> Any:
+    """Let ``change`` replace storage and offset in what a tensor reduces to, where they are in it."""
     if type(reduced) is not tuple or len(reduced) != 2:
         return reduced
     function, args = reduced
-    if function is _rebuild_from_type_v2:
+    if function is rebuild_from_type_v2:
         inner, kind, inner_args, state = args
         inner, inner_args = _rewrite((inner, inner_args), change)
         return function, (inner, kind, inner_args, state)
-    if function not in (_rebuild_tensor_v2, _rebuild_tensor_v3, _rebuild_qtensor):
+    if function not in (rebuild_tensor_v2, rebuild_tensor_v3, rebuild_qtensor):
         return reduced
     storage, offset, size, stride, *rest = args
-    dtype = rest[2] if function is _rebuild_tensor_v3 else storage.dtype
-    itemsize = dtype.itemsize
-    use = Use.of(None if isinstance(storage, torch.UntypedStorage) else dtype, itemsize, offset, size, stride)
-    storage, offset, stride = change(storage, use)
-    if function is _rebuild_tensor_v3 and rest[0]:
+    itemsize = (rest[2] if function is rebuild_tensor_v3 else storage.dtype).itemsize
+    untyped, dtype = (
+        (storage, None) if isinstance(storage, torch.UntypedStorage) else (storage._untyped_storage, storage.dtype)
+    )
+    reach = 0 if 0 in size else 1 + sum((extent - 1) * step for extent, step in zip(size, stride, strict=True))
+    storage, offset = change(untyped, View(dtype, itemsize, offset * itemsize, (offset + reach) * itemsize))
+    if function is rebuild_tensor_v3 and rest[0]:
         # torch.load puts a storage into a tensor that already requires grad, which torch forbids. As an attribute
         # that is set on the finished tensor it can be loaded, by torch as well.
         args = (storage, offset, size, stride, False, *rest[1:])
-        return _rebuild_from_type_v2, (function, torch.Tensor, args, {"requires_grad": True})
+        return rebuild_from_type_v2, (function, torch.Tensor, args, {"requires_grad": True})
     return function, (storage, offset, size, stride, *rest)
 
 
 class _Collector(pickle.Pickler):
-    """The first pass: walk the payload as the second one will, note every view, write nothing of worth.
+    """The first pass: walk the payload as the second one will, note every tensor, write nothing of worth.
 
     Attributes:
         storages: What was found.
-        whole: The tensors that need all of their storage, by identity. The pickler's own memo holds them.
+        spans: The record of every simple tensor and where it begins in memory, by identity. The pickler's own memo
+            holds the tensors.
     """
 
     def __init__(self) -> None:
         super().__init__(io.BytesIO(), protocol=2)
         self.storages = UsedStorages()
-        self.whole: dict[int, WholeStorage] = {}
+        self.spans: dict[int, tuple[Span, View]] = {}
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
-        if kind is torch.Tensor or kind is torch.nn.Parameter:
-            if not _is_plain(obj):
-                return _rewrite(obj.__reduce_ex__(2), self._note)
-            storage = obj.untyped_storage()
-            if obj.nbytes == storage.nbytes() and obj.is_contiguous():
-                whole = self.storages.add_whole(storage, obj)
-                if whole is not None:
-                    self.whole[id(obj)] = whole
-                    return _NOTHING
-            self.storages.add(storage, use_of(obj))
+        if (kind is torch.Tensor or kind is torch.nn.Parameter) and _is_simple(obj):
+            view = view_of(obj)
+            self.spans[id(obj)] = self.storages.add(obj.untyped_storage(), view), view
             return _NOTHING
         if isinstance(obj, torch.Tensor):
             return _rewrite(obj.__reduce_ex__(2), self._note)
@@ -197,10 +178,9 @@ class _Collector(pickle.Pickler):
             return _NOTHING
         return NotImplemented
 
-    def _note(self, storage: Any, use: Use) -> tuple[Any, int, tuple[int, ...]]:
-        untyped = storage if isinstance(storage, torch.UntypedStorage) else storage._untyped_storage
-        self.storages.add(untyped, use)
-        return None, 0, ()
+    def _note(self, storage: torch.UntypedStorage, view: View) -> tuple[Any, int]:
+        self.storages.add(storage, view)
+        return None, 0
 
 
 class _Reference:
@@ -212,17 +192,27 @@ class _Reference:
         self.persistent_id = persistent_id
 
 
+class _NoHooks:
+    """Stands for the empty OrderedDict of hooks that each tensor has in torch's pickles; cheaper to pickle than one."""
+
+    __slots__ = ()
+
+
+_NO_HOOKS_REDUCED = (OrderedDict, ())
+
+
 class _Pickler(pickle.Pickler):
-    """The second pass: as torch.save pickles, with every view at its place in the file."""
+    """The second pass: as torch.save pickles, with every tensor at its place in the file."""
 
     def __init__(self, buffer: io.BytesIO, first: _Collector, *, fix_imports: bool) -> None:
         super().__init__(buffer, protocol=2, fix_imports=fix_imports)
         self._first = first  # held whole: its memo keeps the objects alive by whose identity the plan goes
         self._storages = first.storages
-        self._packs: dict[int, _Reference] = {}
-        self._shapes: dict[torch.Size, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-        self._types: dict[torch.dtype, type] = {}
-        self.segments: list[Segment] = []
+        self._simple = first.spans
+        self._references: dict[int, _Reference] = {}
+        self._types: dict[torch.dtype | None, type] = {None: normalize_storage_type(torch.UntypedStorage)}
+        self._locations: dict[torch.device, str] = {}
+        self.spans: list[Span] = []
         self.plain = True
 
     def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
@@ -230,71 +220,63 @@ class _Pickler(pickle.Pickler):
         if kind is _Reference:
             return obj.persistent_id  # type: ignore[no-any-return]
         if kind is torch.TypedStorage or kind is torch.UntypedStorage:
-            storage, use = _of_storage(obj)
-            return self._refer(self._storages.place(storage, use).segment, use.dtype).persistent_id
+            return self._refer(self._storages.place(*_of_storage(obj))[0]).persistent_id
         return None
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
-        if kind is torch.nn.Parameter and _is_plain(obj):
-            whole = self._first.whole.get(id(obj))
-            data = obj.data
-            if whole is not None:
-                self._first.whole[id(data)] = whole
-            return _rebuild_parameter, (data, obj.requires_grad, OrderedDict())
+        if kind is _NoHooks:
+            return _NO_HOOKS_REDUCED
         if kind is torch.Tensor:
-            whole = self._first.whole.get(id(obj))
-            if whole is not None:
-                return self._whole(obj, whole)
-            if _is_plain(obj):
-                use = use_of(obj)
-                place = self._storages.place(obj.untyped_storage(), use)
-                reference = self._refer(place.segment, use.dtype)
-                hooks: OrderedDict[int, Any] = OrderedDict()
-                return _rebuild_tensor_v2, (reference, place.offset, use.size, place.stride, obj.requires_grad, hooks)
+            placed = self._simple.get(id(obj))
+            if placed is None and _is_simple(obj):  # made anew each time it is asked for
+                view = view_of(obj)
+                placed = self._storages.place(obj.untyped_storage(), view)[0], view
+            if placed is not None:
+                span, view = placed
+                args = (
+                    self._refer(span),
+                    span.offset_of(view),
+                    tuple(obj.size()),
+                    obj.stride(),
+                    obj.requires_grad,
+                    _NoHooks(),
+                )
+                return rebuild_tensor_v2, args
+        elif kind is torch.nn.Parameter:
+            placed = self._simple.get(id(obj))
+            if placed is not None or _is_simple(obj):
+                data = obj.data
+                if placed is not None:
+                    self._simple[id(data)] = placed
+                return rebuild_parameter, (data, obj.requires_grad, _NoHooks())
         if isinstance(obj, torch.Tensor):
             self.plain = self.plain and (kind is torch.Tensor or kind is torch.nn.Parameter)
-            return _rewrite(obj.__reduce_ex__(2), self._change)
+            return _rewrite(obj.__reduce_ex__(2), self._place)
         if kind not in _KNOWN_KINDS and not (isinstance(obj, _CALLABLE) and obj in _KNOWN_CALLABLES):
             self.plain = False
         return NotImplemented
 
-    def _whole(self, tensor: torch.Tensor, whole: WholeStorage) -> Any:
-        """Reduce a tensor that needs all of its storage; one that is packed in the shortest way there is."""
-        segment = whole.segment
-        reference = self._packs.get(id(segment)) if segment.packed else None
-        if reference is None:
-            reference = self._refer(segment, whole.dtype)
-        if not segment.packed:
-            size = tuple(tensor.size())
-            return _rebuild_tensor_v2, (reference, 0, size, tensor.stride(), tensor.requires_grad, OrderedDict())
-        shape = self._shapes.get(tensor.shape)
-        if shape is None:  # the same two objects for every tensor of this shape: pickled once, then referred to
-            shape = self._shapes[tensor.shape] = (tuple(tensor.size()), tensor.stride())
-        if tensor.requires_grad:
-            return _rebuild_tensor_v2, (reference, whole.offset, *shape, True, OrderedDict())
-        return _rebuild_tensor, (reference, whole.offset, *shape)
+    def _place(self, storage: torch.UntypedStorage, view: View) -> tuple[_Reference, int]:
+        span, offset = self._storages.place(storage, view)
+        return self._refer(span), offset
 
-    def _change(self, storage: Any, use: Use) -> tuple[Any, int, tuple[int, ...]]:
-        untyped = storage if isinstance(storage, torch.UntypedStorage) else storage._untyped_storage
-        place = self._storages.place(untyped, use)
-        return self._refer(place.segment, use.dtype), place.offset, place.stride
-
-    def _refer(self, segment: Segment, dtype: torch.dtype | None) -> _Reference:
+    def _refer(self, span: Span) -> _Reference:
         """Name a record as torch does: by number, in the order in which records are first referred to."""
-        if segment.key is None:
-            segment.key = str(len(self.segments))
-            self.segments.append(segment)
-        numel = segment.content.nbytes
-        if dtype is None:
-            storage_type = normalize_storage_type(torch.UntypedStorage)
-        else:
-            found = self._types.get(dtype)
-            if found is None:
-                found = self._types[dtype] = getattr(torch, torch.storage._dtype_to_storage_type_map()[dtype])
-            storage_type = found
-            numel //= dtype.itemsize
-        reference = _Reference(("storage", storage_type, segment.key, location_tag(segment.storage), numel))
-        if segment.packed:
-            self._packs[id(segment)] = reference
+        if span.key is not None:
+            # A new tuple each time, as torch makes one: pickle would refer to the same one by its number.
+            return _Reference((*self._references[id(span)].persistent_id,))
+        span.key = str(len(self.spans))
+        self.spans.append(span)
+        storage_type = self._types.get(span.dtype)
+        if storage_type is None:
+            storage_type = getattr(torch, DTYPE_TO_STORAGE[span.dtype])  # type: ignore[index]  # None is in there
+            self._types[span.dtype] = storage_type
+        device = span.storage.device
+        location = self._locations.get(device)
+        if location is None:
+            location = self._locations[device] = location_tag(span.storage)
+        numel = span.nbytes if span.dtype is None else span.nbytes // span.dtype.itemsize
+        reference = _Reference(("storage", storage_type, span.key, location, numel))
+        self._references[id(span)] = reference
         return reference

@@ -1,4 +1,4 @@
-"""Whether a safe load would read back an object of a type that is not plain."""
+"""Find out if a safe load would read back an object of a type that is not plain."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import copyreg
 import pickle
 from typing import Any
 
-from torch._tensor import _rebuild_from_type_v2
-from torch._weights_only_unpickler import _get_allowed_globals, _get_user_allowed_globals
-
 from safeckpt.file.pickle_scan import PickleError, UntrustedGlobalError, scan_pickle
 from safeckpt.file.writing.pickling import pickle_payload
+from safeckpt.system.torch_private import allowed_globals, rebuild_from_type_v2, registered_globals
 
 __all__ = ["is_allowed", "parts_of", "why_unreadable"]
 
@@ -18,9 +16,7 @@ __all__ = ["is_allowed", "parts_of", "why_unreadable"]
 def is_allowed(kind: Any) -> bool:
     """Tell whether a class or function is on torch's list, or was registered by the user."""
     try:
-        return any(
-            kind is other for known in (_get_user_allowed_globals(), _get_allowed_globals()) for other in known.values()
-        )
+        return any(kind is other for known in (registered_globals(), allowed_globals()) for other in known.values())
     except (TypeError, ValueError):  # what the user registered cannot be listed; torch.load will say so
         return False
 
@@ -28,7 +24,7 @@ def is_allowed(kind: Any) -> bool:
 def why_unreadable(value: Any) -> str | None:
     """Return why a safe load would refuse an object, None when it would read it."""
     try:
-        scan_pickle(pickle_payload(value, pack=False).data)
+        scan_pickle(pickle_payload(value).data)
     except UntrustedGlobalError as error:
         return f"it is pickled by way of {error.name}, which a safe load does not allow"
     except PickleError as error:
@@ -52,7 +48,7 @@ def parts_of(value: Any) -> list[tuple[str, Any]]:
     if isinstance(reduced, str):
         return []
     function, args, *rest = reduced
-    if function is _rebuild_from_type_v2:  # a tensor: what it is made of was looked at, its attributes were not
+    if function is rebuild_from_type_v2:  # a tensor: what it is made of was looked at, its attributes were not
         rest, args = list(args[3:]), ()
     parts = [(f".__reduce_ex__(2)[1][{index}]", arg) for index, arg in enumerate(args) if not isinstance(arg, type)]
     state = rest[0] if rest else None

@@ -2,71 +2,52 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 
-__all__ = ["is_ordinary", "why_unsavable"]
+from safeckpt.system.tensor_kind import TensorKind, describe_missing_memory, is_plain, kind_of
+from safeckpt.system.torch_private import BYTES_DTYPES, DTYPE_TO_STORAGE, validate_compressed, validate_coo
 
-_SPARSE: Final = frozenset({torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
-_DTYPES: Final = frozenset(torch.storage._dtype_to_storage_type_map()) | frozenset(torch.storage._new_dtypes())
+__all__ = ["why_unsavable"]
+
+_DTYPES: Final = BYTES_DTYPES | frozenset(DTYPE_TO_STORAGE)
 _QUANTIZED: Final = frozenset(
     {torch.per_tensor_affine, torch.per_channel_affine, torch.per_channel_affine_float_qparams}
 )
-
-_STRIDED: Final = torch.strided
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-
-
-def is_ordinary(tensor: torch.Tensor) -> bool:
-    """Tell quickly whether a tensor is of the most common kind, about which there are no more questions."""
-    return (
-        (tensor.is_cpu or tensor.is_cuda)
-        and tensor.layout is _STRIDED
-        and tensor.dtype in _DTYPES
-        and not tensor.is_quantized
-        and not tensor.is_nested
-        and not tensor.__dict__
-        and not _is_wrapped(tensor)
-        and not tensor._is_zerotensor()
-        and tensor.nbytes == tensor.untyped_storage().nbytes()
-        and tensor.is_contiguous()
-    )
+_WITHOUT_DATA: Final = {
+    TensorKind.META: (
+        "it is on the meta device and has no data", "give it data first, as torch.nn.Module.to_empty does."
+    ),
+    TensorKind.TRANSFORMED: (
+        "it exists only inside a transform of torch.func", "return it from the transform, then save it."
+    ),
+    TensorKind.ZEROS: ("it stands for zeros and has no memory", "save {x}.clone()."),
+}  # fmt: skip
+_GATHER: Final = "save it while its memory is there: a sharded or offloaded tensor has to be gathered first."
 
 
 def why_unsavable(tensor: torch.Tensor) -> tuple[str, str] | None:
     """Return why a plain tensor or parameter cannot be saved, and what to do; None when it can."""
-    if tensor.device.type == "meta":
-        return "it is on the meta device and has no data", "give it data first, as torch.nn.Module.to_empty does."
-    if _is_wrapped(tensor):
-        return "it exists only inside a transform of torch.func", "return it from the transform, then save it."
+    if is_plain(tensor) and tensor.dtype in _DTYPES:
+        return None
+    kind = kind_of(tensor)
+    if kind in _WITHOUT_DATA:
+        return _WITHOUT_DATA[kind]
+    if kind is TensorKind.EMPTIED:
+        return describe_missing_memory(tensor), _GATHER
     if tensor.dtype not in _DTYPES:
         return f"torch has no storage type for {tensor.dtype}", "save {x}.view(torch.uint8) and its dtype."
-    if tensor.layout is torch.strided:
-        return _why_strided(tensor)
-    if tensor.layout in _SPARSE:
-        return _why_sparse(tensor)
-    return f"torch cannot load the layout {tensor.layout}", "save {x}.to_dense()."
-
-
-def _why_strided(tensor: torch.Tensor) -> tuple[str, str] | None:
-    if tensor.is_nested:
-        return None
-    if tensor._is_zerotensor():
-        return "it stands for zeros and has no memory", "save {x}.clone()."
-    if tensor.is_quantized and not _known_quantizer(tensor):
+    if kind is TensorKind.QUANTIZED and not _is_known_quantizer(tensor):
         return "torch cannot save its kind of quantization", "save {x}.dequantize()."
-    have = tensor.untyped_storage().nbytes()
-    last = tensor.storage_offset() + sum(
-        (extent - 1) * step for extent, step in zip(tensor.size(), tensor.stride(), strict=True)
-    )
-    if tensor.numel() and (last + 1) * tensor.element_size() > have:
-        reason = f"its storage holds {have} bytes, its shape needs {(last + 1) * tensor.element_size()}"
-        return reason, "save it while its memory is there: a sharded or offloaded tensor has to be gathered first."
+    if kind is TensorKind.SPARSE:
+        return _why_sparse(tensor)
+    if kind is TensorKind.OPAQUE:
+        return f"torch cannot load the layout {tensor.layout}", "save {x}.to_dense()."
     return None
 
 
-def _known_quantizer(tensor: torch.Tensor) -> bool:
+def _is_known_quantizer(tensor: torch.Tensor) -> bool:
     try:
         return tensor.qscheme() in _QUANTIZED
     except RuntimeError:
@@ -75,18 +56,23 @@ def _known_quantizer(tensor: torch.Tensor) -> bool:
 
 def _why_sparse(tensor: torch.Tensor) -> tuple[str, str] | None:
     """Check the indices as a load does, since a file with bad ones is refused."""
+    coo = tensor.layout is torch.sparse_coo
+    by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+    parts: list[Any]
+    if coo:
+        parts = [tensor._indices(), tensor._values()]
+    elif by_row:
+        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    else:
+        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    for part in parts:
+        if kind_of(part) is TensorKind.EMPTIED:
+            return describe_missing_memory(part), _GATHER
     try:
-        if tensor.layout is torch.sparse_coo:
-            torch._validate_sparse_coo_tensor_args(
-                tensor._indices(), tensor._values(), tensor.size(), tensor.is_coalesced(), check_pinning=False
-            )
-            return None
-        by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
-        torch._validate_sparse_compressed_tensor_args(
-            tensor.crow_indices() if by_row else tensor.ccol_indices(),
-            tensor.col_indices() if by_row else tensor.row_indices(),
-            tensor.values(), tensor.size(), tensor.layout, check_pinning=False,
-        )  # fmt: skip
+        if coo:
+            validate_coo(*parts, tensor.size(), tensor.is_coalesced(), check_pinning=False)  # type: ignore[call-arg, misc]
+        else:
+            validate_compressed(*parts, tensor.size(), tensor.layout, check_pinning=False)  # type: ignore[call-arg, misc]
     except RuntimeError as error:
         return f"its indices are not valid ({error})", "make it again from valid indices."
     return None

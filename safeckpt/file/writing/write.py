@@ -12,7 +12,6 @@ import hashlib
 import io
 import json
 import sys
-from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 from zlib import crc32
@@ -20,27 +19,25 @@ from zlib import crc32
 from safeckpt.errors import UnsavableStateError
 from safeckpt.file import archive
 from safeckpt.file.archive import ALIGNMENT_BYTES, MOST_HEADER_BYTES
-from safeckpt.file.checksum import CHUNK_BYTES, ChunkDigest, CrcPool, combine
+from safeckpt.file.checksum import ChunkDigest, CrcPool, combine
 from safeckpt.file.gc_pause import no_collection
 from safeckpt.file.pickle_scan import PickleError, UntrustedGlobalError, scan_pickle
 from safeckpt.file.trailer import TRAILER_BYTES, Trailer
 from safeckpt.file.writing.pickling import pickle_payload
-from safeckpt.file.writing.views import StorageTypeConflictError
+from safeckpt.file.writing.snapshots import SMALL_BYTES, Snapshots, snapshot
+from safeckpt.file.writing.spans import StorageTypeConflictError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from safeckpt.file.archive import Buffer, Entry
-    from safeckpt.file.checksum import CrcTask
     from safeckpt.file.writing.pickling import Pickled
-    from safeckpt.file.writing.record_content import Content
+    from safeckpt.file.writing.snapshots import Content
     from safeckpt.system.threads import Progress
 
 __all__ = ["PreparedFile", "Writable", "WrittenFile", "header_bytes", "prepare", "write_file", "write_joined"]
 
-_SMALL_BYTES = 64 << 10  # below this, copying into one buffer is cheaper than a system call and a thread
 _JOINED_BYTES = 1 << 20  # small pieces are joined up to about this before they are written
-_AHEAD_BYTES = 8 * CHUNK_BYTES  # how far the checksums may run before the write
 _ID_BYTES = 40
 
 
@@ -57,12 +54,12 @@ class WrittenFile:
 
     Attributes:
         size_bytes: Length of the file, trailer included.
-        root: The digest in the trailer, in hex.
+        digest: The one in the trailer, in hex.
         records: Number of records in the archive.
     """
 
     size_bytes: int
-    root: str
+    digest: str
     records: int
 
 
@@ -78,15 +75,16 @@ def header_bytes(header: Mapping[str, Any]) -> bytes:
 class PreparedFile:
     """A file that is all decided and not yet written: its pickle is made and checked, its length is known.
 
-    It refers to the tensors of its payload, which must not change before it is written.
+    It refers to the tensors of its payload. Those that change while it is written are in the file as they were at some
+    moment, and the file verifies: its digest is of the bytes that went into it.
 
     Attributes:
         size_bytes: Length that the file will have, trailer included.
     """
 
     size_bytes: int
-    _names: Sequence[str]
-    _contents: Sequence[Content | bytes]
+    _entries: Sequence[Entry]
+    _contents: Sequence[Content]
 
     def write(self, f: Writable, progress: Progress | None = None) -> WrittenFile:
         """Write it.
@@ -102,11 +100,11 @@ class PreparedFile:
             OSError: From ``f``, as it is; what was written so far is not a whole file.
 
         Cost:
-            One pass over the data and its bytes written once. CPU tensors are not copied; a tensor on another
-            device is staged through host memory one chunk at a time.
+            One pass over the data and its bytes written once, through a few buffers of a megabyte that stay in the
+            cache.
         """
         with CrcPool() as pool:
-            return _Writer(f, pool, progress, self.size_bytes).write(self._names, self._contents)
+            return _Writer(f, pool, progress, self.size_bytes).write(self._entries, self._contents)
 
 
 def prepare(
@@ -132,19 +130,13 @@ def prepare(
         raise UnsavableStateError(location="payload", type_name="torch.Tensor", reason=str(error)) from None
     if not pickled.plain:
         _check_readable(pickled)
-    contents: list[Content | bytes] = []
-    if header is not None:
-        contents.append(header_bytes(header))
-    if pickled.packed:
-        contents.append(json.dumps(list(pickled.packed), separators=(",", ":")).encode("ascii") + b"\n")
+    contents: list[Content] = [] if header is None else [header_bytes(header)]
     byteorder = sys.byteorder.encode("ascii")
-    contents += [pickled.data, b"1", b"%d" % ALIGNMENT_BYTES, byteorder, *pickled.contents, b"3\n"]
-    names = archive.record_names(len(pickled.contents), header=header is not None, packs=bool(pickled.packed))
-    entries, directory_offset = archive.layout(_sizes(names, contents))
-    trailer_bytes = TRAILER_BYTES if trailer else 0
-    end = archive.end_of_archive(len(entries), directory_offset, 0, trailer_bytes)
-    directory_bytes = len(archive.central_directory(entries))
-    return PreparedFile(directory_offset + directory_bytes + len(end) + trailer_bytes, names, contents)
+    contents += [pickled.data, b"1", b"%d" % ALIGNMENT_BYTES, byteorder, *pickled.spans, b"3\n"]
+    names = archive.record_names(len(pickled.spans), header=header is not None)
+    entries, directory_offset = archive.layout(list(zip(names, [*map(_size_of, contents), _ID_BYTES], strict=True)))
+    size_bytes = directory_offset + archive.tables_bytes(entries) + (TRAILER_BYTES if trailer else 0)
+    return PreparedFile(size_bytes, entries, contents)
 
 
 def write_joined(parts: Sequence[PreparedFile], f: Writable) -> tuple[list[int], WrittenFile]:
@@ -162,7 +154,7 @@ def write_joined(parts: Sequence[PreparedFile], f: Writable) -> tuple[list[int],
     """
     with CrcPool() as pool:
         writer = _Writer(f, pool)
-        offsets = [writer.archive(part._names, part._contents, comment_bytes=0) for part in parts]
+        offsets = [writer.archive(part._entries, part._contents, comment_bytes=0) for part in parts]
         return offsets, writer.finish(len(parts))
 
 
@@ -173,9 +165,8 @@ def write_file(
     return prepare(payload, header=header, pickle_protocol=pickle_protocol).write(f)
 
 
-def _sizes(names: Sequence[str], contents: Sequence[Content | bytes]) -> list[tuple[str, int]]:
-    sizes = [len(data) if isinstance(data, bytes) else data.nbytes for data in contents]
-    return list(zip(names, [*sizes, _ID_BYTES], strict=True))
+def _size_of(content: Content) -> int:
+    return len(content) if isinstance(content, bytes) else content.nbytes
 
 
 def _check_readable(pickled: Pickled) -> None:
@@ -204,22 +195,26 @@ class _Writer:
         self._small = bytearray()
         self._digest = ChunkDigest()
 
-    def write(self, names: Sequence[str], contents: Sequence[Content | bytes]) -> WrittenFile:
+    def write(self, entries: Sequence[Entry], contents: Sequence[Content]) -> WrittenFile:
         """Write a file with its trailer."""
-        self.archive(names, contents, comment_bytes=TRAILER_BYTES)
-        written = self.finish(len(names))
-        self._send(Trailer(root=written.root, size_bytes=written.size_bytes).to_bytes())
-        return WrittenFile(written.size_bytes + TRAILER_BYTES, written.root, written.records)
+        self.archive(entries, contents, comment_bytes=TRAILER_BYTES)
+        written = self.finish(len(entries))
+        self._send(Trailer(digest=written.digest, size_bytes=written.size_bytes).to_bytes())
+        return WrittenFile(written.size_bytes + TRAILER_BYTES, written.digest, written.records)
 
-    def archive(self, names: Sequence[str], contents: Sequence[Content | bytes], *, comment_bytes: int) -> int:
+    def archive(self, entries: Sequence[Entry], contents: Sequence[Content], *, comment_bytes: int) -> int:
         """Write the records, the last of which is the serialization id, and the tables; return where they begin."""
         start = self._digest.size_bytes + len(self._small)
-        entries, directory_offset = archive.layout(_sizes(names, contents))
-        pieces = self._ahead(_pieces(entries, contents, start))
-        for entry in entries[:-1]:
-            self._record(entry, pieces)
-        self._record(entries[-1], iter([(memoryview(_serialization_id(entries)), None)]))
+        records = list(zip(entries, contents, strict=False))
+        snapshots = Snapshots(self._pool, records, start)
+        for entry, content in records:
+            if entry.size < SMALL_BYTES:
+                self._small_record(entry, snapshot(content))
+            else:
+                self._large_record(entry, snapshots)
+        self._small_record(entries[-1], _serialization_id(entries))
         directory = archive.central_directory(entries)
+        directory_offset = self._digest.size_bytes + len(self._small) - start
         self._put(directory)
         self._put(archive.end_of_archive(len(entries), directory_offset, len(directory), comment_bytes))
         return start
@@ -227,43 +222,24 @@ class _Writer:
     def finish(self, records: int) -> WrittenFile:
         """Write what is left, and return size and digest of all so far."""
         self._flush()
-        return WrittenFile(self._digest.size_bytes, self._digest.root(), records)
+        return WrittenFile(self._digest.size_bytes, self._digest.hexdigest(), records)
 
-    def _record(self, entry: Entry, pieces: Iterator[tuple[memoryview, CrcTask | None]]) -> None:
+    def _small_record(self, entry: Entry, data: bytes) -> None:
+        entry.crc = crc32(data)
+        self._put(archive.local_header(entry) + data + archive.descriptor(entry))
+
+    def _large_record(self, entry: Entry, snapshots: Snapshots) -> None:
         self._put(archive.local_header(entry))
+        self._flush()
+        entry.crc = 0
         left = entry.size
         while left:
-            piece, task = next(pieces)
-            left -= len(piece)
-            if task is None:
-                entry.crc = crc32(piece, entry.crc)
-                self._put(piece)
-            else:
-                self._flush()
+            with snapshots.next() as (piece, crc):
                 self._send(piece)
-                crc = task.result()
-                self._digest.add_crc(crc, len(piece))
-                entry.crc = combine(entry.crc, crc, len(piece))
+            left -= len(piece)
+            self._digest.add_crc(crc, len(piece))
+            entry.crc = combine(entry.crc, crc, len(piece))
         self._put(archive.descriptor(entry))
-
-    def _ahead(self, pieces: Iterator[memoryview]) -> Iterator[tuple[memoryview, CrcTask | None]]:
-        """Have checksums computed a little ahead of the write, while the pieces are still in the cache."""
-        queue: deque[tuple[memoryview, CrcTask | None]] = deque()
-        queued = 0
-        more = True
-        while True:
-            while more and queued < _AHEAD_BYTES:
-                piece = next(pieces, None)
-                if piece is None:
-                    more = False
-                    break
-                queue.append((piece, self._pool.submit(piece) if len(piece) >= _SMALL_BYTES else None))
-                queued += len(piece)
-            if not queue:
-                return
-            piece, task = queue.popleft()
-            queued -= len(piece)
-            yield piece, task
 
     def _put(self, data: Buffer) -> None:
         self._small += data
@@ -289,24 +265,6 @@ class _Writer:
         self._sent_bytes += len(data)
         if self._progress is not None:
             self._progress(self._sent_bytes, self._size_bytes)
-
-
-def _pieces(entries: Sequence[Entry], contents: Sequence[Content | bytes], start: int) -> Iterator[memoryview]:
-    """Give the data of all records in order, cut where the file is cut into chunks; the archive begins at a byte."""
-    for entry, data in zip(entries, contents, strict=False):
-        cuts = _cuts(start + entry.data_offset, entry.size)
-        if isinstance(data, bytes):
-            yield from (memoryview(data)[low:high] for low, high in cuts)
-        else:
-            yield from data.pieces(cuts)
-
-
-def _cuts(offset: int, size: int) -> Iterator[tuple[int, int]]:
-    low = 0
-    while low < size:
-        high = min(size, low + CHUNK_BYTES - (offset + low) % CHUNK_BYTES)
-        yield low, high
-        low = high
 
 
 def _serialization_id(entries: Sequence[Entry]) -> bytes:

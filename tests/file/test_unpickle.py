@@ -1,29 +1,23 @@
-"""A state of very many small tensors shares records between them, and gives each its own memory back."""
+"""The reader in C gives what torch's own reader gives."""
 
-import io
-import json
 import pickle
-import zipfile
 from collections import Counter, OrderedDict
 
 import pytest
 import torch
 
-from safeckpt.errors import DamagedCheckpointError, UntrustedTypeError
-from safeckpt.file import archive, encode, open_file
-from safeckpt.file.checksum import CrcPool
+from safeckpt.errors import UntrustedTypeError
+from safeckpt.file import encode, open_file
 from safeckpt.file.pickle_scan import Scan
 from safeckpt.file.reading.unpickle import unpickle
-from safeckpt.file.writing import storages
 from safeckpt.file.writing.pickling import pickle_payload
-from safeckpt.file.writing.write import _Writer
 from tests.file import states
 from tests.file import test_hostile as hostile
 from tests.file import test_pickle_scan as op
 from tests.file.same import assert_same
-from tests.file.states import loaded, torch_pickle
+from tests.file.states import loaded
 
-MANY = 1500
+MANY = 150
 
 
 def written(state):
@@ -59,19 +53,6 @@ def many(count=MANY):
     return state
 
 
-def test_many_small_tensors_take_few_records_and_come_back():
-    """One record for each type, and values, types, shapes and flags as before, by torch as well."""
-    state = many()
-    data = written(state)
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        assert archive.testzip() is None
-        assert len(archive.namelist()) < 20
-        assert "archive/safeckpt.packs" in archive.namelist()
-    assert_same(loaded(data), state)
-    for options in ({"weights_only": True}, {"weights_only": False}):
-        assert_same(torch.load(io.BytesIO(data), **options), state)
-
-
 def test_simple_state_is_read_without_torchs_reader_and_any_other_with_it(monkeypatch):
     """Both ways of reading give the same, and a state with more than plain tensors in it goes through torch.load."""
     plain, tagged = many(), many()
@@ -87,56 +68,21 @@ def test_simple_state_is_read_without_torchs_reader_and_any_other_with_it(monkey
     assert used == [{"weights_only": True, "mmap": False}]
 
 
-def test_empty_tensors_before_the_shared_records_do_not_confuse_torchs_reader():
-    """Which storage is which is known by their order, in which torch asks for empty ones more than once."""
-    empty = torch.zeros(0)
-    state = {"e": [empty, torch.zeros(0), empty.view(0, 3)], "sparse": torch.eye(2).to_sparse(), **many()}
-    got = loaded(written(state))
-    assert_same(got, state)
-    small = [got[f"layer.{index}"] for index in range(MANY)]
-    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in small)
-
-
 def test_fast_reader_itself_looks_up_nothing_but_its_few_names():
     """Even given a pickle that was not scanned, it makes nothing but plain containers and tensors."""
     for module, name in (("os", "system"), ("builtins", "eval"), ("torch._utils", "_rebuild_wrapper_subclass")):
         with pytest.raises(pickle.UnpicklingError, match="not allowed"):
-            unpickle(f"\x80\x02c{module}\n{name}\n.".encode("latin1"), Scan(), (), torch.UntypedStorage)
+            unpickle(f"\x80\x02c{module}\n{name}\n.".encode("latin1"), Scan(), torch.UntypedStorage)
 
 
-def test_foreign_name_in_a_state_with_shared_records_is_refused():
+def test_foreign_name_in_a_plain_state_is_refused():
     """The fast way is no way around the list of allowed names."""
     pickled = pickle_payload(encode(many()))
     for forged in (b"cos\nsystem\n", b"c__builtin__\neval\n", b"cfunctools\npartial\n"):
         data = pickled.data.replace(b"ccollections\nCounter\n", forged)
         assert data != pickled.data
-        contents = [b"".join(content.pieces([(0, content.nbytes)])) for content in pickled.contents]
         with pytest.raises(UntrustedTypeError):
-            loaded(packed_file(data, contents, pickled.packed))
-
-
-def packed_file(data, contents, packed):
-    """Return a file with a right digest and any pickle."""
-    buffer = io.BytesIO()
-    names = archive.record_names(len(contents), header=False, packs=True)
-    with CrcPool() as pool:
-        parts = [json.dumps(list(packed)).encode(), data, b"1", b"64", b"little", *contents, b"3\n"]
-        _Writer(buffer, pool).write(names, parts)
-    return buffer.getvalue()
-
-
-@pytest.mark.parametrize("listed", [b"{", b"[[]]", b"5", b"\xff"])
-def test_list_of_shared_records_that_is_none_is_damage(listed):
-    """A list that anyone could have forged is looked at before it is used."""
-    pickled = pickle_payload({"a": torch.ones(2)})
-    contents = [b"".join(content.pieces([(0, content.nbytes)])) for content in pickled.contents]
-    buffer = io.BytesIO()
-    with CrcPool() as pool:
-        parts = [listed, pickled.data, b"1", b"64", b"little", *contents, b"3\n"]
-        _Writer(buffer, pool).write(archive.record_names(1, header=False, packs=True), parts)
-    with pytest.raises(DamagedCheckpointError) as caught:
-        loaded(buffer.getvalue())
-    assert caught.value.record == "safeckpt.packs"
+            loaded(states.assembled(data, [bytes(span.nbytes) for span in pickled.spans]))
 
 
 @pytest.mark.parametrize("mmap", [False, True])
@@ -165,7 +111,7 @@ def test_mapping_onto_devices_keeps_working():
 
 
 def test_tied_small_tensors_stay_tied():
-    """A small storage that two tensors share is not put together with others."""
+    """Tensors that share a storage share it afterwards."""
     state = many()
     shared = torch.arange(3.0)
     state |= {"a": shared, "b": shared.view(3, 1), "c": shared[:2]}
@@ -183,7 +129,7 @@ def test_same_tensor_under_two_names_stays_one_object():
 
 
 def test_tensors_inside_containers_and_attributes_are_found():
-    """Small tensors own their memory wherever they are in the tree."""
+    """Tensors are found wherever they are in the tree."""
     state = {"list": list(many().values()), "tuple": ({"x": [torch.ones(2)]},), 1: {torch.Size([1]): torch.ones(3)}}
     state["tagged"] = torch.ones(4)
     state["tagged"].tag = torch.zeros(5)
@@ -193,24 +139,6 @@ def test_tensors_inside_containers_and_attributes_are_found():
     assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in found)
 
 
-def test_fewer_small_tensors_are_written_as_torch_does():
-    """Below the limit nothing is put together, and the pickle is torch's."""
-    state = many(500)
-    pickled = pickle_payload(state)
-    assert not pickled.packed
-    assert pickled.data == torch_pickle(state)
-
-
-def test_records_of_small_tensors_are_bounded(monkeypatch):
-    """What a plain torch.load of one tensor keeps alive is bounded, and order is that of the state."""
-    monkeypatch.setattr(storages, "_PACK_BYTES", 4096)
-    state = many()
-    pickled = pickle_payload(state)
-    assert len(pickled.packed) > 5
-    assert all(pickled.contents[index].nbytes <= 4096 for index in pickled.packed)
-    assert_same(loaded(written(state)), state)
-
-
 def test_bytes_are_deterministic():
     """Two saves of the same state are equal, and a loaded state saves to the same bytes again."""
     data = written(many())
@@ -218,36 +146,9 @@ def test_bytes_are_deterministic():
     assert written(loaded(data)) == data
 
 
-def test_damage_in_a_shared_record_is_found():
-    """The record that holds many tensors is named like any other."""
-    data = bytearray(written(many()))
-    with open_file(io.BytesIO(data)) as file:
-        entry = file.check_structure().find("data/0")
-    data[entry.data_offset + 5] ^= 1
-    with pytest.raises(DamagedCheckpointError) as caught:
-        loaded(bytes(data))
-    assert caught.value.record == "data/0"
-
-
-def test_records_that_hold_many_tensors_are_listed():
-    """The file says which of its records are shared."""
-    data = written(many())
-    with open_file(io.BytesIO(data)) as file:
-        entry = file.check_structure().find("safeckpt.packs")
-    assert data[entry.data_offset : entry.data_offset + entry.size] == b"[0,1,2,3,4]\n"
-
-
-def test_function_among_the_values_comes_back_as_itself():
-    """A function of torch's that is a value is torch's own after a load, though another one does its work."""
-    body = b"(ctorch._utils\n_rebuild_tensor\n" + op.tensor(function="_rebuild_tensor", tail=b"") + b"t"
-    function, tensor = loaded(hostile.own_file(hostile.pickled(body), packs=b"[0]\n"))
-    assert function is torch._utils._rebuild_tensor
-    assert tensor.tolist() == [0.0] * 4
-
-
-def test_storage_of_many_tensors_among_the_values_comes_back_as_torch_gives_it():
-    """A pickle that refers to a shared record itself gets a storage, not a part of the reader."""
-    got = loaded(hostile.own_file(hostile.pickled(b"(" + op.storage() + op.storage() + b"t"), packs=b"[0]\n"))
+def test_storage_among_the_values_comes_back_as_torch_gives_it():
+    """A pickle that refers to a record itself gets a storage, not a part of the reader."""
+    got = loaded(hostile.own_file(hostile.pickled(b"(" + op.storage() + op.storage() + b"t")))
     assert [type(item) for item in got] == [torch.storage.TypedStorage] * 2
     assert got[0]._untyped_storage.tolist() == [0] * 16
 

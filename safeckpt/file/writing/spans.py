@@ -1,0 +1,168 @@
+"""Which bytes of which storages go into the file.
+
+A view must not drag its storage into the file: of a slice of 10 elements out of a million, 10 are written. Tensors
+that share memory must still share it afterwards. So a storage becomes one record, from the first byte that a tensor of
+the payload touches to the last. Nearly always that is all of it, and the file is what torch writes.
+
+The format gives a record one element type. Where tensors of several types lie in one storage, as in a buffer that holds
+all of a model's state, each type has a record; tensors of two types that share bytes cannot be expressed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from safeckpt.system.tensor_kind import span_of
+from safeckpt.system.torch_private import BYTES_DTYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+__all__ = ["Span", "StorageTypeConflictError", "UsedStorages", "View", "stored_dtype", "view_of"]
+
+
+class View(NamedTuple):
+    """The stretch of a storage that one tensor touches.
+
+    Attributes:
+        dtype: Element type by which the file calls the storage; None for bytes.
+        itemsize: Bytes per element of the tensor, by which its offset counts.
+        low: First byte.
+        high: One past the last byte; `low` when the tensor has no elements.
+    """
+
+    dtype: torch.dtype | None
+    itemsize: int
+    low: int
+    high: int
+
+
+class StorageTypeConflictError(Exception):
+    """Two tensors with different dtypes share memory, which the format cannot express."""
+
+    def __init__(self, storage: torch.UntypedStorage, first: View, second: View) -> None:
+        names = (str(view.dtype or "a newer dtype") for view in (first, second))
+        super().__init__(f"tensors of {' and '.join(names)} share memory")
+        self.storage = storage
+        self.first = first
+        self.second = second
+
+
+def stored_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+    """Return the element type by which the file calls the storage of a tensor; None for bytes.
+
+    Tensors of the newer types, for which the format has no name, carry their dtype beside the storage.
+    """
+    return None if tensor.dtype in BYTES_DTYPES else tensor.dtype
+
+
+def view_of(tensor: torch.Tensor) -> View:
+    """Return the stretch of its storage that a strided tensor touches."""
+    itemsize = tensor.element_size()
+    low, high = span_of(tensor)
+    return View(stored_dtype(tensor), itemsize, low * itemsize, high * itemsize)
+
+
+class Span:
+    """One record to be: the bytes of a storage that all tensors of one type in it need.
+
+    Attributes:
+        storage: The storage.
+        dtype: Element type by which the file calls it; None for bytes.
+        low: First byte.
+        high: One past the last byte.
+        views: The tensors.
+        key: The name of the record, once it is referred to.
+    """
+
+    __slots__ = ("_unit", "dtype", "high", "key", "low", "storage", "views")
+
+    def __init__(self, storage: torch.UntypedStorage, dtype: torch.dtype | None) -> None:
+        self.storage = storage
+        self.dtype = dtype
+        self.low = self.high = 0
+        self.views: list[View] = []
+        self.key: str | None = None
+        self._unit = 1
+
+    @property
+    def nbytes(self) -> int:
+        """Length in bytes."""
+        return self.high - self.low
+
+    def add(self, view: View) -> None:
+        """Take note of a tensor."""
+        self.views.append(view)
+        _, itemsize, low, high = view
+        if low == high:
+            return
+        self._unit = max(self._unit, itemsize)
+        if self.low == self.high:
+            self.low, self.high = low, high
+        else:
+            self.low, self.high = min(self.low, low), max(self.high, high)
+        self.low -= self.low % self._unit  # the widths of newer dtypes differ: start where all of them can count from
+
+    def offset_of(self, view: View) -> int | None:
+        """Return at which of its own elements a tensor begins in the record, None when it is not all in there."""
+        if view.low == view.high:
+            return 0
+        return (view.low - self.low) // view.itemsize if self.low <= view.low and view.high <= self.high else None
+
+
+class UsedStorages:
+    """Every storage that a payload refers to.
+
+    Storages are known by the identity of their Python objects, of which torch makes one for each; they are held, so
+    that no identity comes twice.
+    """
+
+    def __init__(self) -> None:
+        self._spans: dict[tuple[int, torch.dtype | None], Span] = {}
+
+    def add(self, storage: torch.UntypedStorage, view: View) -> Span:
+        """Take note of a tensor, and return the record that it will be found in."""
+        key = (id(storage), view.dtype)
+        span = self._spans.get(key)
+        if span is None:
+            span = self._spans[key] = Span(storage, view.dtype)
+        span.add(view)
+        return span
+
+    def place(self, storage: torch.UntypedStorage, view: View) -> tuple[Span, int]:
+        """Return where a tensor is found: its record, and at which element it begins there."""
+        span = self._spans.get((id(storage), view.dtype))
+        offset = None if span is None else span.offset_of(view)
+        if span is None or offset is None:
+            # A tensor that was not there a moment ago: something makes it anew each time it is pickled.
+            span = self._spans[id(storage), view.dtype] = Span(storage, view.dtype)
+            span.add(View(view.dtype, 1, 0, storage.nbytes()))
+            offset = view.low // view.itemsize
+        return span, offset
+
+    def check_types(self) -> None:
+        """Check that the file can say what is in each storage.
+
+        Raises:
+            StorageTypeConflictError: Tensors of different dtypes share bytes.
+        """
+        by_storage: dict[int, list[Span]] = {}
+        for (identity, _), span in self._spans.items():
+            by_storage.setdefault(identity, []).append(span)
+        for spans in by_storage.values():
+            if len(spans) > 1:
+                for first, second in _overlaps([view for span in spans for view in span.views]):
+                    raise StorageTypeConflictError(spans[0].storage, first, second)
+
+
+def _overlaps(views: list[View]) -> Iterator[tuple[View, View]]:
+    """Yield neighbours of different types that share bytes."""
+    furthest: dict[torch.dtype | None, View] = {}
+    for view in sorted((view for view in views if view.low < view.high), key=lambda view: view[2:]):
+        for other in furthest.values():
+            if other.dtype is not view.dtype and view.low < other.high:
+                yield other, view
+        if view.dtype not in furthest or furthest[view.dtype].high < view.high:
+            furthest[view.dtype] = view
