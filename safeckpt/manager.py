@@ -51,7 +51,8 @@ class CheckpointManager:
             (Python, NumPy, torch on every device) are always captured.
         keep_last: Newest good checkpoints to keep, 1 or more.
         keep_best: Which checkpoints to keep for their metrics, one `Best` or several.
-        keep_every: Checkpoints whose step is a multiple of this are kept for good.
+        keep_every: Checkpoints whose step is a multiple of this are kept for good; with a `timedelta`, the newest good
+            one of each such period (UTC, by the time in the file).
         save_every: When `end_step` saves: a number of steps (each time a multiple of it is reached or passed), or a
             `timedelta` since the last save. None: only `save` saves.
         async_save: `save` returns when the state is guarded and copied, and a thread writes it. Takes memory for one
@@ -97,7 +98,7 @@ class CheckpointManager:
         *,
         keep_last: int = 3,
         keep_best: Best | Sequence[Best] | None = None,
-        keep_every: int | None = None,
+        keep_every: int | dt.timedelta | None = None,
         save_every: int | dt.timedelta | None = None,
         async_save: bool = False,
         guard: Guard = Guard(),  # noqa: B008 - frozen

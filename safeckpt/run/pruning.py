@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import functools
 import warnings
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from safeckpt.store import (
     KeepBest,
     KeepEvery,
     KeepLast,
+    KeepPeriod,
     Policy,
     asides_to_prune,
     to_prune,
@@ -41,7 +43,7 @@ class Pruning:
         catalog: Tells which of its files are good, and their metrics.
         keep_last: Newest good ones to keep.
         keep_best: Best ones to keep, for one metric or several.
-        keep_every: Steps to keep for good: its multiples.
+        keep_every: What to keep for good: steps that are its multiples, or the newest good one of each period.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class Pruning:
         catalog: Catalog,
         keep_last: int,
         keep_best: Best | Sequence[Best] | None,
-        keep_every: int | None,
+        keep_every: int | dt.timedelta | None,
     ) -> None:
         self._files = files
         self._catalog = catalog
@@ -58,8 +60,11 @@ class Pruning:
         # What a file under our name says does not change while we hold the directory: not even its status is looked
         # at again, since thousands may have to be compared at every save.
         self._scores: dict[tuple[str, int], float | None] = {}
+        self._times: dict[int, dt.datetime] = {}
         self._policies: list[Policy] = [KeepLast(keep_last)]
-        if keep_every is not None:
+        if isinstance(keep_every, dt.timedelta):
+            self._policies.append(KeepPeriod(keep_every, self._created_at))
+        elif keep_every is not None:
             self._policies.append(KeepEvery(keep_every))
         for best in _bests(keep_best):
             self._policies.append(KeepBest(best, functools.partial(self._score, best.metric)))
@@ -71,6 +76,7 @@ class Pruning:
             saved: The step that was committed just now.
         """
         self._scores = {key: score for key, score in self._scores.items() if key[1] < saved}
+        self._times = {step: time for step, time in self._times.items() if step < saved}
         try:
             return self._prune()
         except OSError as error:  # the save has succeeded, and an error would say that it has not
@@ -109,7 +115,16 @@ class Pruning:
         for step in gone:
             self._catalog.forget(self._files.path_of(step))
         self._scores = {key: score for key, score in self._scores.items() if key[1] not in gone}
+        self._times = {step: time for step, time in self._times.items() if step not in gone}
         return pruned
+
+    def _created_at(self, step: int) -> dt.datetime | None:
+        if step not in self._times:
+            try:
+                self._times[step] = self._catalog.peek(step).created_at
+            except (LoadError, OSError):
+                return None
+        return self._times[step]
 
     def _score(self, metric: str, step: int) -> float | None:
         key = metric, step

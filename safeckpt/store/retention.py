@@ -7,6 +7,7 @@ of what went wrong, and a newer version may be able to read it.
 
 from __future__ import annotations
 
+import datetime as dt
 import functools
 import heapq
 import math
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
 
     from safeckpt.store.directory import Aside
 
-__all__ = ["Best", "KeepBest", "KeepEvery", "KeepLast", "Policy", "asides_to_prune", "to_prune"]
+__all__ = ["Best", "KeepBest", "KeepEvery", "KeepLast", "KeepPeriod", "Policy", "asides_to_prune", "to_prune"]
 
+_EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 _MODES = ("min", "max")
 
 
@@ -97,6 +99,36 @@ class KeepEvery:
     def keeps(self, steps: Sequence[int], is_good: Callable[[int], bool]) -> Collection[int]:
         """Return the steps to keep."""
         return [step for step in steps if step % self.interval == 0]
+
+
+@dataclass(frozen=True)
+class KeepPeriod:
+    """Keep the newest good step of each period, for good: of each hour or day, counted from the epoch in UTC.
+
+    Attributes:
+        period: How long a period is.
+        created_at: When a step was saved, by what its file says; None when that is not known.
+    """
+
+    period: dt.timedelta
+    created_at: Callable[[int], dt.datetime | None]
+
+    def __post_init__(self) -> None:
+        if self.period <= dt.timedelta(0):
+            raise ValueError(f"keep_every must be positive; got {self.period!r}")
+
+    def keeps(self, steps: Sequence[int], is_good: Callable[[int], bool]) -> Collection[int]:
+        """Return the steps to keep."""
+        periods: dict[int, list[int]] = {}
+        for step in steps:
+            created = self.created_at(step)
+            if created is not None:
+                periods.setdefault((created - _EPOCH) // self.period, []).append(step)
+        # A step that is alone in its period competes with none, so its file is not looked at.
+        chosen = (
+            mine[0] if len(mine) == 1 else next(filter(is_good, reversed(mine)), None) for mine in periods.values()
+        )
+        return [step for step in chosen if step is not None]
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import datetime as dt
 import math
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 
 import safeckpt
 from safeckpt import Best
+from safeckpt.run import catalog
 from tests.faults import Recorder, intercept
 from tests.manager.helpers import (
     checkpoint_files,
@@ -228,3 +231,25 @@ def test_newest_good_one_stays_when_all_newer_ones_are_bad(tmp_path: Path) -> No
     assert {name for name in checkpoint_files(tmp_path) if name.startswith("aside")} == {
         "aside-00000002.1.pt", "aside-00000003.1.pt",
     }  # fmt: skip
+
+
+def test_newest_checkpoint_of_each_period_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `keep_every` a time, each period keeps its newest good checkpoint, in a later process too."""
+    real = catalog.Checkpoint.header
+    start = dt.datetime(2026, 5, 1, tzinfo=dt.UTC)
+
+    def header(self: catalog.Checkpoint, **more: Any) -> dict[str, Any]:
+        aged = dataclasses.replace(self, created_at=start + self.step * dt.timedelta(minutes=20))
+        return real(aged, **more)
+
+    monkeypatch.setattr(catalog.Checkpoint, "header", header)
+    run = Marked()
+    for first in (1, 5):
+        with manager_of(tmp_path, run, keep_last=1, keep_every=dt.timedelta(hours=1)) as manager:
+            manager.restore()
+            for step in range(first, first + 4):
+                run.step = step
+                manager.save(step)
+    assert steps_in(tmp_path) == [2, 5, 8]
+    with pytest.raises(ValueError, match="keep_every must be positive"):
+        manager_of(tmp_path, run, keep_every=dt.timedelta(0))

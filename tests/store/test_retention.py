@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime as dt
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from safeckpt.store import Aside, Best, KeepBest, KeepEvery, KeepLast, asides_to_prune, to_prune
+from safeckpt.store import Aside, Best, KeepBest, KeepEvery, KeepLast, KeepPeriod, asides_to_prune, to_prune
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -181,3 +182,50 @@ def test_no_asides_looks_at_no_file() -> None:
     aside = Aside(12, Path("aside-00000012.1.pt"))
     assert asides_to_prune([], [1, 2, 3], keep_last=1, is_good=never, is_good_aside=never) == []
     assert asides_to_prune([aside], [10, 11, 12, 13], keep_last=2, is_good=never, is_good_aside=never) == []
+
+
+HOUR = dt.timedelta(hours=1)
+
+
+def at(hours: float) -> dt.datetime:
+    return dt.datetime(2026, 5, 1, tzinfo=dt.UTC) + hours * HOUR
+
+
+@pytest.mark.parametrize(
+    ("hours", "bad", "kept"),
+    [
+        ({}, (), []),
+        ({1: 0.0, 2: 0.5, 3: 0.999, 4: 1.0, 5: 1.2, 6: 3.0}, (), [3, 5, 6]),
+        ({1: 0.0, 2: 0.5, 3: 0.9, 4: 1.5}, (3,), [2, 4]),
+        ({1: 0.0, 2: 0.5}, (1, 2), []),
+        ({1: 0.0, 2: None, 3: 5.0}, (), [1, 3]),
+        ({1: -3.0, 2: 2.0, 3: 0.1}, (), [1, 2, 3]),  # clocks that went back decide nothing but the period
+    ],
+)
+def test_newest_good_step_of_each_period_is_kept(
+    hours: dict[int, float | None], bad: tuple[int, ...], kept: list[int]
+) -> None:
+    """Of each hour the newest good checkpoint stays, by the time in its file; one without a time is not chosen."""
+    times = {step: None if hour is None else at(hour) for step, hour in hours.items()}
+    policy = KeepPeriod(HOUR, times.__getitem__)
+    assert sorted(policy.keeps(sorted(hours), lambda step: step not in bad)) == kept
+
+
+def test_lone_step_of_a_period_is_not_read() -> None:
+    """A thousand hours of history cost no reading at each save: only steps that share a period are looked at."""
+    asked: list[int] = []
+
+    def is_good(step: int) -> bool:
+        asked.append(step)
+        return True
+
+    steps = range(1002)
+    KeepPeriod(HOUR, lambda step: at(min(step, 1000))).keeps(steps, is_good)
+    assert asked == [1001]
+
+
+@pytest.mark.parametrize("period", [dt.timedelta(0), dt.timedelta(seconds=-1)])
+def test_period_has_to_be_positive(period: dt.timedelta) -> None:
+    """Nothing is the newest of no time."""
+    with pytest.raises(ValueError, match="keep_every must be positive"):
+        KeepPeriod(period, lambda _: None)
