@@ -59,7 +59,7 @@ class Command:
         out, err = self._capsys.readouterr()
         assert "Traceback" not in err
         for line in out.splitlines() if "--json" not in arguments else []:
-            assert len(line) <= 80, line
+            assert len(line) <= 80 or Path(line).exists(), line  # a path for a script is a line of its own
         return code, out, err
 
     def json(self, *arguments: Any, code: int = 0) -> Any:
@@ -192,6 +192,88 @@ def test_log_without_a_history_says_so(command: Command, tmp_path: Path) -> None
     assert "has no history" in " ".join(out.split())
 
 
+def test_list_says_how_much_it_checked(command: Command, directory: Path) -> None:
+    """What passed the cheap check alone is not called good: a flipped bit is not found by it."""
+    flip(directory / NAMES[1])
+    out = command("list", directory)[1]
+    assert out.count("structure ok") == 3
+    assert "reads every byte" in " ".join(out.split())
+    assert {one["checked"] for one in command.json("list", directory)["checkpoints"]} == {"structure"}
+
+
+def test_latest_prints_the_path_of_the_newest_good_file(command: Command, directory: Path, tmp_path: Path) -> None:
+    """One line for a script; a damaged newer file is passed over with a warning; without any the exit code is 1."""
+    assert command("latest", directory) == (0, f"{directory / NAMES[2]}\n", "")
+    flip(directory / NAMES[2])
+    code, out, err = command("latest", directory)
+    assert (code, out) == (0, f"{directory / NAMES[1]}\n")
+    assert "passed over" in " ".join(err.split())
+    assert command.json("latest", directory)["step"] == 4
+    (tmp_path / "empty").mkdir()
+    code, out, err = command("latest", tmp_path / "empty")
+    assert (code, out) == (1, "")
+    assert "has no good checkpoint" in err
+    assert command.json("latest", tmp_path / "empty", code=1) is None
+
+
+def test_best_prints_the_path_of_the_best_good_file(command: Command, directory: Path) -> None:
+    """By a metric or the loss, lowest or highest; a damaged one is passed over; an unknown metric is a 1."""
+    assert command("best", directory, "accuracy:max") == (0, f"{directory / NAMES[0]}\n", "")
+    assert command("best", directory, "accuracy")[1] == f"{directory / NAMES[2]}\n"
+    losses = {one["loss"]: one["path"] for one in command.json("list", directory)["checkpoints"]}
+    assert command.json("best", directory, "loss")["path"] == losses[min(losses)]
+    flip(directory / NAMES[0])
+    code, out, err = command("best", directory, "accuracy:max")
+    assert (code, out) == (0, f"{directory / NAMES[1]}\n")
+    assert "passed over" in " ".join(err.split())
+    code, out, err = command("best", directory, "bleu")
+    assert (code, out) == (1, "")
+    assert "finite metric 'bleu'" in err
+    assert command("best", directory, "accuracy:most")[0] == 2
+
+
+def test_long_paths_are_printed_on_one_line(capsys: pytest.CaptureFixture[str], written: Path, tmp_path: Path) -> None:
+    """A path for a script is not wrapped at the width of a terminal."""
+    long = tmp_path / ("x" * 100) / "run"
+    shutil.copytree(written, long)
+    assert main(["latest", str(long)]) == 0
+    assert capsys.readouterr().out == f"{long / NAMES[2]}\n"
+
+
+def _in_terminal(arguments: list[str], **environment: str) -> str:
+    """Run a command and return all that it prints, with these variables set."""
+    done = subprocess.run(
+        [sys.executable, "-m", "safeckpt", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={name: value for name, value in os.environ.items() if name not in {"NO_COLOR", "FORCE_COLOR", "TERM"}}
+        | environment,
+    )
+    return done.stdout + done.stderr
+
+
+def test_colours_are_for_terminals_and_for_those_who_want_them(directory: Path) -> None:
+    """A pipe gets none, NO_COLOR is obeyed, and on a terminal bad is red and good is green."""
+    flip(directory / NAMES[1])
+    red, green = "\x1b[31m", "\x1b[32m"
+    coloured = _in_terminal(["verify", str(directory)], FORCE_COLOR="1", TERM="xterm-256color")
+    assert red in coloured
+    assert green in coloured
+    without = _in_terminal(["verify", str(directory)], FORCE_COLOR="1", TERM="xterm-256color", NO_COLOR="1")
+    assert red not in without
+    assert green not in without
+    assert "\x1b" not in _in_terminal(["verify", str(directory)], TERM="xterm-256color")
+    assert "\x1b" not in _in_terminal(["show", str(directory / NAMES[1])], TERM="xterm-256color")  # an error
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_get_their_completion(shell: str) -> None:
+    """The line that the help names gives a script for the shell."""
+    assert "_SAFECKPT_COMPLETE" in _in_terminal([], _SAFECKPT_COMPLETE=f"{shell}_source")
+    assert "_SAFECKPT_COMPLETE=bash_source" in _in_terminal(["--help"])
+
+
 # -- verify, diff ------------------------------------------------------------------------------------------------------
 
 
@@ -213,6 +295,18 @@ def test_verify_of_nothing_is_no_success(command: Command, tmp_path: Path) -> No
     code, _, err = command("verify", tmp_path)
     assert code == 2
     assert "holds no checkpoint" in err
+
+
+@pytest.mark.parametrize("words", [["verify"], ["show"], ["extract", "-o", "x.pt"]], ids=lambda words: words[0])
+def test_one_shard_is_called_what_it_is(command: Command, tmp_path: Path, words: list[str]) -> None:
+    """A file of a sharded checkpoint is not damaged: the error says which directory to name."""
+    shard = tmp_path / "step-00000001" / "__0_0.distcp"
+    shard.parent.mkdir()
+    shard.write_bytes(b"shard")
+    code, _, err = command(words[0], shard, *(["model", *words[1:]] if words[1:] else []))
+    assert code == 2
+    assert "one shard of a sharded checkpoint" in " ".join(err.split())
+    assert str(shard.parent) in "".join(err.split())
 
 
 def test_diff_of_a_file_with_itself_is_empty(command: Command, directory: Path) -> None:
@@ -318,10 +412,14 @@ def test_prune_keeps_multiples_and_the_best(command: Command, directory: Path) -
         (("--keep-every", 4), [4, 6]),
         (("--keep-best", "accuracy:max"), [2, 6]),
         (("--keep-best", "accuracy"), [6]),
+        (("--keep-every", "6h"), [6]),
+        (("--keep-every", "99999d"), [6]),
     ):
         found = command.json("prune", directory, "--keep-last", 1, "--dry-run", *arguments)
         assert found["stays"] == stays
     assert command("prune", directory, "--keep-last", 1, "--keep-best", "accuracy:most")[0] == 2
+    for interval in ("0", "-1", "6x", "h", "1.5h", ""):
+        assert command("prune", directory, "--keep-last", 1, "--keep-every", interval)[0] == 2
 
 
 def test_prune_never_trades_a_good_checkpoint_for_a_damaged_one(command: Command, directory: Path) -> None:
@@ -610,6 +708,8 @@ def evil(tmp_path: Path) -> Path:
     [
         ("list", "."),
         ("log", "."),
+        ("latest", "."),
+        ("best", ".", f"x{EVIL}"),
         ("show", "a.pt"),
         ("show", "a.pt", "--all"),
         ("show", "step-00000007.pt"),

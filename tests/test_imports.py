@@ -77,6 +77,8 @@ sys.exit(main(sys.argv[1:]))
         ("--help",),
         ("list", "{}"),
         ("log", "{}"),
+        ("latest", "{}"),
+        ("best", "{}", "accuracy:max"),
         ("verify", "{}"),
         ("verify", "{}/step-00000001.pt"),
         ("prune", "{}", "--keep-last", "1", "--keep-best", "loss", "--dry-run"),

@@ -24,6 +24,10 @@ Exit codes:
   2  it could not be done: usage, no such file, directory held, no package
 
 Everything but prune and extract only reads, and works while a training run holds the directory.
+
+\b
+Completion for bash (or zsh_source, fish_source), in its start file:
+  eval "$(_SAFECKPT_COMPLETE=bash_source safeckpt)"
 """
 
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -37,8 +41,10 @@ def _file(name: str) -> Callable[[Any], Any]:
 
 def _one_checkpoint(_: click.Context, __: click.Parameter, path: str) -> str:
     """Refuse a directory that is not itself a checkpoint."""
+    from safeckpt.cli.verification import refuse_shard
     from safeckpt.file import is_folder
 
+    refuse_shard(Path(path))
     if Path(path).is_dir() and not is_folder(path):
         raise click.BadParameter(f"{path} is a directory; name one checkpoint, `safeckpt list {path}` shows them.")
     return path
@@ -138,6 +144,35 @@ def diff_(a: str, b: str, *, everything: bool, as_json: bool) -> int:
     return diff(Screen(as_json=as_json), a, b, everything=everything)
 
 
+@group.command(short_help="Print the path of the newest good checkpoint.")
+@_directory
+@_json
+def latest(directory: str, *, as_json: bool) -> int:
+    """Print the path of the newest good checkpoint in DIRECTORY, every byte of it verified.
+
+    Exit code 1 when there is none.
+    """
+    from safeckpt.cli.listing import print_latest
+
+    return print_latest(Screen(as_json=as_json), directory)
+
+
+@group.command(short_help="Print the path of the best good checkpoint.")
+@_directory
+@click.argument("metric", metavar="METRIC[:max]")
+@_json
+def best(directory: str, metric: str, *, as_json: bool) -> int:
+    """Print the path of the good checkpoint in DIRECTORY with the best METRIC, every byte of it verified.
+
+    METRIC is a name that was given to save(metrics=...), or loss. The lowest value is the best, with :max the highest.
+    Exit code 1 when no good checkpoint has a finite value.
+    """
+    from safeckpt.cli.listing import print_best
+    from safeckpt.cli.options import parse_best
+
+    return print_best(Screen(as_json=as_json), directory, parse_best(metric))
+
+
 @group.command(short_help="Print the history of a directory.")
 @_directory
 @click.option("--last", type=click.IntRange(min=0), help="Only the last so many events.")
@@ -152,7 +187,11 @@ def log(directory: str, last: int | None, *, as_json: bool) -> int:
 @group.command("prune", short_help="Delete old checkpoints in a directory.")
 @_directory
 @click.option("--keep-last", type=click.IntRange(min=1), required=True, help="Newest checkpoints to keep.")
-@click.option("--keep-every", type=click.IntRange(min=1), help="Keep steps that are multiples of this.")
+@click.option(
+    "--keep-every",
+    metavar="STEPS|TIME",
+    help="Keep multiples of this step; with 30m, 6h or 1d the newest of each such period.",
+)
 @click.option("--keep-best", multiple=True, metavar="METRIC[:max]", help="Keep the best one for a metric.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
@@ -160,7 +199,7 @@ def log(directory: str, last: int | None, *, as_json: bool) -> int:
 def prune_(
     directory: str,
     keep_last: int,
-    keep_every: int | None,
+    keep_every: str | None,
     keep_best: tuple[str, ...],
     *,
     dry_run: bool,

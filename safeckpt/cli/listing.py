@@ -1,15 +1,18 @@
-"""`list` and `log`: what is in a directory and in its history. Needs no torch, which takes seconds to import."""
+"""`list`, `latest`, `best` and `log`: what is in a directory and in its history.
+
+Needs no torch, which takes seconds to import.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from safeckpt.cli.screen import Screen, number, size
+from safeckpt.cli.screen import BAD, Cell, Screen, error_line, number, size, write
 from safeckpt.errors import LoadError
-from safeckpt.run.catalog import Catalog, Checkpoint, reason_of
-from safeckpt.store import CheckpointDirectory
+from safeckpt.run.catalog import Catalog, Checkpoint, latest, reason_of
+from safeckpt.store import Best, CheckpointDirectory
 
-__all__ = ["described", "list_directory", "show_log"]
+__all__ = ["described", "list_directory", "print_best", "print_latest", "show_log"]
 
 
 def list_directory(screen: Screen, path: str) -> int:
@@ -19,7 +22,7 @@ def list_directory(screen: Screen, path: str) -> int:
     rows = []
     for step in files.steps():
         try:
-            rows.append(described(catalog.peek(step)) | {"good": True})
+            rows.append(described(catalog.peek(step)) | {"good": True, "checked": "structure"})
         except FileNotFoundError:
             continue  # pruned by its writer a moment ago
         except LoadError as error:
@@ -37,6 +40,7 @@ def list_directory(screen: Screen, path: str) -> int:
             [_row(row) for row in rows],
             right=("step", "size", "loss"),
         )
+        screen.line(f"Name, size and structure were checked; `safeckpt verify {path}` reads every byte.")
     if asides:
         screen.line(f"{len(asides)} more set aside, of timelines that were left: {', '.join(asides)}")
     return 0
@@ -55,11 +59,36 @@ def described(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _row(row: dict[str, Any]) -> tuple[str, ...]:
+def _row(row: dict[str, Any]) -> tuple[Cell, ...]:
     if not row["good"]:
-        return str(row["step"]), "", "", "", "", f"not good: {row['reason']}"
+        return str(row["step"]), "", "", "", "", (f"not good: {row['reason']}", BAD)
     when = row["created_at"][:19].replace("T", " ")
-    return str(row["step"]), when, size(row["size_bytes"]), number(row["loss"]), number(row["metrics"]), "ok"
+    return str(row["step"]), when, size(row["size_bytes"]), number(row["loss"]), number(row["metrics"]), "structure ok"
+
+
+def print_latest(screen: Screen, path: str) -> int:
+    """Print the path of the newest good checkpoint, every byte of it verified; return 1 when there is none."""
+    with screen.status(f"verifying {path}"):
+        checkpoint = latest(path)
+    return _print_one(screen, checkpoint, f"{path} has no good checkpoint.")
+
+
+def print_best(screen: Screen, path: str, best: Best) -> int:
+    """Print the path of the good checkpoint with the best metric, every byte verified; return 1 when there is none."""
+    catalog = Catalog(CheckpointDirectory(path))
+    with screen.status(f"verifying {path}"):
+        checkpoint = catalog.find_best(best)
+    return _print_one(screen, checkpoint, f"{path} has no good checkpoint with a finite metric {best.metric!r}.")
+
+
+def _print_one(screen: Screen, checkpoint: Checkpoint | None, missing: str) -> int:
+    if screen.as_json:
+        screen.json(None if checkpoint is None else described(checkpoint))
+    elif checkpoint is None:
+        error_line(missing)
+    else:
+        write(str(checkpoint.path))
+    return 1 if checkpoint is None else 0
 
 
 def show_log(screen: Screen, path: str, last: int | None) -> int:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import functools
 from collections.abc import Sequence
 
 import click
 
+from safeckpt.cli.options import parse_best, parse_interval
 from safeckpt.cli.screen import Screen, size
 from safeckpt.cli.verification import size_of, verified
 from safeckpt.errors import LoadError
-from safeckpt.run.catalog import Catalog
-from safeckpt.store import Best, CheckpointDirectory, KeepBest, KeepEvery, KeepLast, Policy, WriterLock, to_prune
+from safeckpt.run.catalog import Catalog, score
+from safeckpt.store import CheckpointDirectory, KeepBest, KeepEvery, KeepLast, KeepPeriod, Policy, WriterLock, to_prune
 
 __all__ = ["prune"]
 
@@ -21,7 +23,7 @@ def prune(
     path: str,
     *,
     keep_last: int,
-    keep_every: int | None,
+    keep_every: str | None,
     keep_best: Sequence[str],
     dry_run: bool,
     yes: bool,
@@ -35,27 +37,34 @@ def prune(
 
 
 def _policies(
-    directory: CheckpointDirectory, keep_last: int, keep_every: int | None, keep_best: Sequence[str]
+    directory: CheckpointDirectory, keep_last: int, keep_every: str | None, keep_best: Sequence[str]
 ) -> list[Policy]:
+    catalog = Catalog(directory)
     policies: list[Policy] = [KeepLast(keep_last)]
     if keep_every is not None:
-        policies.append(KeepEvery(keep_every))
+        interval = parse_interval(keep_every)
+        if isinstance(interval, int):
+            policies.append(KeepEvery(interval))
+        else:
+            policies.append(KeepPeriod(interval, functools.partial(_created_at, catalog)))
     for text in keep_best:
-        metric, _, mode = text.partition(":")
-        if mode not in ("", "min", "max"):
-            raise click.UsageError(f"--keep-best takes METRIC, METRIC:min or METRIC:max; got {text!r}")
-        best = Best(metric, "max" if mode == "max" else "min")
-        policies.append(KeepBest(best, functools.partial(_score, Catalog(directory), metric)))
+        best = parse_best(text)
+        policies.append(KeepBest(best, functools.partial(_score, catalog, best.metric)))
     return policies
 
 
 def _score(catalog: Catalog, metric: str, step: int) -> float | None:
     try:
-        checkpoint = catalog.peek(step)
+        return score(catalog.peek(step), metric)
     except (LoadError, FileNotFoundError):
         return None
-    value = checkpoint.metrics.get(metric, checkpoint.loss if metric == "loss" else None)
-    return value if isinstance(value, float) else None
+
+
+def _created_at(catalog: Catalog, step: int) -> dt.datetime | None:
+    try:
+        return catalog.peek(step).created_at
+    except (LoadError, FileNotFoundError):
+        return None
 
 
 def _prune(screen: Screen, directory: CheckpointDirectory, policies: list[Policy], *, dry_run: bool, yes: bool) -> int:

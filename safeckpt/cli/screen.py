@@ -21,7 +21,11 @@ from rich.text import Text
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-__all__ = ["Screen", "error_line", "number", "printable", "size", "write", "write_json"]
+__all__ = ["BAD", "GOOD", "Cell", "Screen", "error_line", "number", "printable", "size", "write", "write_json"]
+
+GOOD, BAD = "green", "red"  # colours, on a terminal only and not with NO_COLOR; no meaning is in the colour alone
+
+Cell = str | tuple[str, str]
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
@@ -46,12 +50,12 @@ class Screen:
         """Print a line; it is wrapped at the width of the terminal, 80 where there is none."""
         self._out.print(Text(printable(text), style or ""))
 
-    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[Cell]], *, right: Sequence[str] = ()) -> None:
         """Print rows under headings; what does not fit is folded, never cut.
 
         Args:
             columns: The headings.
-            rows: Their texts.
+            rows: Their texts, or pairs of text and colour.
             right: Headings of columns of numbers.
         """
         from rich.table import Table  # noqa: PLC0415 - a quarter of the time that a command takes
@@ -60,7 +64,7 @@ class Screen:
         for column in columns:
             table.add_column(column, justify="right" if column in right else "left", overflow="fold")
         for row in rows:
-            table.add_row(*(Text(printable(cell, keep="")) for cell in row))
+            table.add_row(*(_text(cell) for cell in row))
         self._out.print(table)
 
     @contextmanager
@@ -97,6 +101,11 @@ class Screen:
             warnings.simplefilter("default")
             warnings.showwarning = show
             yield
+
+
+def _text(cell: Cell) -> Text:
+    text, style = (cell, "") if isinstance(cell, str) else cell
+    return Text(printable(text, keep=""), style)
 
 
 def printable(text: str, keep: str = "\n") -> str:
@@ -136,7 +145,8 @@ def _json_escaped(character: str) -> str:
 
 def error_line(text: str) -> None:
     """Write an error to standard error."""
-    sys.stderr.write(f"Error: {printable(text)}\n")
+    Console(stderr=True, highlight=False).print(Text("Error: ", f"bold {BAD}"), end="")
+    sys.stderr.write(f"{printable(text)}\n")
 
 
 def size(count: float) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from safeckpt.cli.screen import Screen, printable, size
+from safeckpt.cli.screen import BAD, GOOD, Screen, printable, size
 from safeckpt.errors import LoadError
 from safeckpt.file import is_folder, open_checkpoint
 from safeckpt.run.catalog import reason_of
@@ -18,7 +18,7 @@ from safeckpt.store import CheckpointDirectory
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-__all__ = ["size_of", "verified", "verify_paths"]
+__all__ = ["refuse_shard", "size_of", "verified", "verify_paths"]
 
 
 def verify_paths(screen: Screen, paths: Sequence[str]) -> int:
@@ -37,7 +37,10 @@ def verify_paths(screen: Screen, paths: Sequence[str]) -> int:
         return 1 if bad else 0
     screen.table(
         ("file", "size", "check"),
-        [(_short(one["path"], paths), size(one["size_bytes"]), one["text"]) for one in results],
+        [
+            (_short(one["path"], paths), size(one["size_bytes"]), (one["text"], GOOD if one["good"] else BAD))
+            for one in results
+        ],
         right=("size",),
     )
     screen.line(f"{len(results) - len(bad)} of {len(results)} good")
@@ -49,7 +52,21 @@ def _short(path: Path, asked: Sequence[str]) -> str:
     return path.name if len(asked) == 1 and Path(asked[0]).is_dir() else str(path)
 
 
+def refuse_shard(path: Path) -> None:
+    """Refuse one file of a sharded checkpoint: it proves nothing without the index beside it.
+
+    Raises:
+        click.ClickException: It is one.
+    """
+    if path.suffix == ".distcp" and path.is_file():
+        raise click.ClickException(
+            f"{path} is one shard of a sharded checkpoint, whose index says what it has to be; name the directory: "
+            f"{path.parent}"
+        )
+
+
 def _files_of(path: Path) -> list[Path]:
+    refuse_shard(path)
     if not path.is_dir() or is_folder(path):
         return [path]
     directory = CheckpointDirectory(path)

@@ -20,7 +20,7 @@ from safeckpt.errors import (
     SkippedCheckpointWarning,
 )
 from safeckpt.file import INDEX, CheckpointFile, CheckpointFolder, open_checkpoint
-from safeckpt.store import CheckpointDirectory
+from safeckpt.store import Best, CheckpointDirectory
 from safeckpt.system.json_numbers import from_json, to_json
 from safeckpt.system.threads import Progress
 from safeckpt.system.warn import warn_caller
@@ -227,6 +227,22 @@ class Catalog:
                 warn_skipped(self.directory.path_of(step), rejection.reason)
         return None
 
+    def find_best(self, best: Best) -> Checkpoint | None:
+        """Return the good checkpoint with the best value of a metric, every byte verified; None when there is none.
+
+        Raises:
+            FormatVersionError: A file is of a newer format than this version reads.
+
+        Warns:
+            SkippedCheckpointWarning: A better one is not good.
+        """
+        checkpoints = {checkpoint.step: checkpoint for checkpoint in self.list_all()}
+        for step in best.rank((step, score(one, best.metric)) for step, one in checkpoints.items()):
+            if self.is_good(step):
+                return checkpoints[step]
+            warn_skipped(checkpoints[step].path, "its bytes are not those that were written")
+        return None
+
 
 class Rejection:
     """Turns an error that makes a checkpoint not good into a reason, so that an older one is tried.
@@ -355,3 +371,11 @@ def latest(directory: str | os.PathLike[str]) -> Checkpoint | None:
         Reads the newest file once.
     """
     return Catalog(CheckpointDirectory(directory)).find_latest()
+
+
+def score(checkpoint: Checkpoint, metric: str) -> float | None:
+    """Return the value of a metric that was given to `save`, or of the loss as `"loss"`; None when it has none."""
+    value: Any = checkpoint.metrics.get(metric)
+    if value is None and metric == "loss":
+        value = checkpoint.loss
+    return value if isinstance(value, float) else None  # a loss may be a dict

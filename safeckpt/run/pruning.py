@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from safeckpt.errors import LoadError, SafeckptWarning
-from safeckpt.run.catalog import Catalog
+from safeckpt.run.catalog import Catalog, score
 from safeckpt.store import (
     Best,
     CheckpointDirectory,
@@ -130,14 +130,7 @@ class Pruning:
         key = metric, step
         if key not in self._scores:
             try:
-                self._scores[key] = self._read_score(metric, step)
+                self._scores[key] = score(self._catalog.peek(step), metric)
             except (LoadError, OSError):
                 return None
         return self._scores[key]
-
-    def _read_score(self, metric: str, step: int) -> float | None:
-        checkpoint = self._catalog.peek(step)
-        value: Any = checkpoint.metrics.get(metric)
-        if value is None and metric == "loss":
-            value = checkpoint.loss
-        return value if isinstance(value, float) else None  # a loss may be a dict
