@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from safeckpt.system.torch_private import is_transformed
 
-__all__ = ["TensorKind", "describe_missing_memory", "has_own_copies", "is_plain", "kind_of", "span_of"]
+__all__ = ["TensorKind", "describe_missing_memory", "has_memory", "has_own_copies", "is_plain", "kind_of", "span_of"]
 
 
 class TensorKind(enum.Enum):
@@ -43,10 +43,10 @@ class TensorKind(enum.Enum):
     """Of any other layout, such as MKL-DNN's."""
     ZEROS = "zeros"
     """Stands for zeros and has no memory, as forward-mode differentiation makes them."""
-    EMPTIED = "emptied"
-    """Its storage holds less than its shape needs, as after `untyped_storage().resize_(0)`: must never be read."""
     QUANTIZED = "quantized"
     """Integers with scales and zero points beside them."""
+    EMPTIED = "emptied"
+    """Its storage holds less than its shape needs, as after `untyped_storage().resize_(0)`: must never be read."""
     FLAGGED = "flagged"
     """As a plain one, but the conjugate or the negative of what is in memory is meant."""
 
@@ -72,7 +72,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
         and not tensor.is_conj()
         and not tensor.is_neg()
         and not tensor._is_zerotensor()
-        and _has_memory(tensor)
+        and has_memory(tensor)
     )
 
 
@@ -98,9 +98,9 @@ def kind_of(tensor: torch.Tensor) -> TensorKind:
         return TensorKind.OPAQUE
     if tensor._is_zerotensor():
         return TensorKind.ZEROS
-    if not _has_memory(tensor):
-        return TensorKind.EMPTIED
-    return TensorKind.QUANTIZED if tensor.is_quantized else TensorKind.FLAGGED
+    if tensor.is_quantized:
+        return TensorKind.QUANTIZED  # whose elements may be half a byte, while torch says one
+    return TensorKind.FLAGGED if has_memory(tensor) else TensorKind.EMPTIED
 
 
 def has_own_copies(tensor: torch.Tensor) -> bool:
@@ -123,7 +123,8 @@ def describe_missing_memory(tensor: torch.Tensor) -> str:
     return f"its storage holds {tensor.untyped_storage().nbytes()} bytes, its shape needs {needed}"
 
 
-def _has_memory(tensor: torch.Tensor) -> bool:
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Return whether the storage of a strided tensor reaches as far as its shape needs."""
     held = tensor.untyped_storage().nbytes()
     if tensor.nbytes == held and not tensor.storage_offset() and tensor.is_contiguous():
         return True  # nearly always

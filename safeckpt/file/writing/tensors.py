@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import torch
 
-from safeckpt.system.tensor_kind import TensorKind, describe_missing_memory, is_plain, kind_of
+from safeckpt.system.tensor_kind import TensorKind, describe_missing_memory, has_memory, is_plain, kind_of
 from safeckpt.system.torch_private import BYTES_DTYPES, DTYPE_TO_STORAGE, validate_compressed, validate_coo
 
 __all__ = ["why_unsavable"]
@@ -34,7 +34,7 @@ def why_unsavable(tensor: torch.Tensor) -> tuple[str, str] | None:
     kind = kind_of(tensor)
     if kind in _WITHOUT_DATA:
         return _WITHOUT_DATA[kind]
-    if kind is TensorKind.EMPTIED:
+    if kind is TensorKind.EMPTIED or (kind is TensorKind.QUANTIZED and not has_memory(tensor)):
         return describe_missing_memory(tensor), _GATHER
     if tensor.dtype not in _DTYPES:
         return f"torch has no storage type for {tensor.dtype}", "save {x}.view(torch.uint8) and its dtype."
