@@ -334,6 +334,7 @@ class CheckpointManager:
 
         Warns:
             SkippedCheckpointWarning: A newer file was passed over, with the reason.
+            SafeckptWarning: There is no checkpoint, and the history of the directory says that there were.
             HyperparameterReplacedWarning: The file's hyper-parameters replaced others in the script.
             EnvironmentChangedWarning: The run computes in another environment than before, so bits may differ.
 

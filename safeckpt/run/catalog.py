@@ -17,6 +17,7 @@ from safeckpt.errors import (
     DamagedCheckpointError,
     FormatVersionError,
     LoadError,
+    SafeckptWarning,
     SkippedCheckpointWarning,
 )
 from safeckpt.file import INDEX, CheckpointFile, CheckpointFolder, open_checkpoint
@@ -217,6 +218,7 @@ class Catalog:
 
         Warns:
             SkippedCheckpointWarning: A newer file was passed over, with the reason.
+            SafeckptWarning: There is none, and the history of the directory says that there were.
         """
         tried: set[int] = set()
         while (step := max((step for step in self.directory.steps() if step not in tried), default=None)) is not None:
@@ -225,7 +227,27 @@ class Catalog:
                 return checkpoint
             if rejection.reason:
                 warn_skipped(self.directory.path_of(step), rejection.reason)
+        if not tried:
+            self.warn_if_emptied()
         return None
+
+    def warn_if_emptied(self) -> None:
+        """Warn when a directory without checkpoints has a history that tells of some.
+
+        They may be on a disk that is not mounted, or deleted by mistake; what begins now would pass for a resume.
+        """
+        try:
+            saved = [event for event in self.directory.events.read() if event.get("kind") == "saved"]
+        except OSError:
+            return
+        if saved:
+            warn_caller(
+                f"{self.directory.path} holds no checkpoint, but its history says that {len(saved)} were saved, the "
+                f"last one of step {saved[-1].get('step')!r} at {saved[-1].get('time')!r}. Nothing was restored: a run "
+                "that goes on now starts from the beginning. If the checkpoints were moved or deleted by mistake, stop "
+                f"it and put them back; if not, delete {self.directory.events.path.name} as well.",
+                SafeckptWarning,
+            )
 
     def find_best(self, best: Best) -> Checkpoint | None:
         """Return the good checkpoint with the best value of a metric, every byte verified; None when there is none.

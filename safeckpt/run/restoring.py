@@ -139,10 +139,12 @@ class Restorer:
 
     def restore(self, wanted: Wanted) -> Restored | None:
         """Put a checkpoint into the live objects and note where the run stands; see `CheckpointManager.restore`."""
+        run = self._run
         restored = self.apply_newest(wanted)
         if restored is None:
+            if run.is_rank_zero:
+                run.directory.catalog.warn_if_emptied()
             return None
-        run = self._run
         checkpoint, only = restored.checkpoint, wanted.only
         is_whole = only is None or set(run.components) <= set(only)
         if is_whole:

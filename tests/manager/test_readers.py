@@ -96,3 +96,33 @@ def test_latest_needs_no_objects_and_writes_nothing(tmp_path: Path) -> None:
         before = sorted(path.name for path in tmp_path.iterdir())
         assert safeckpt.latest(tmp_path) == safeckpt.latest(str(tmp_path)) == saved
         assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def _ask(path: Path, ask: str) -> object:
+    if ask == "safeckpt.latest":
+        return safeckpt.latest(path)
+    with manager_of(path, Marked()) as manager:
+        return getattr(manager, ask)()
+
+
+@pytest.mark.parametrize("ask", ["restore", "latest", "safeckpt.latest"])
+def test_directory_that_lost_its_checkpoints_is_not_taken_for_a_new_one(tmp_path: Path, ask: str) -> None:
+    """None is returned, as on a new directory, with a warning that says what the history knows and what to do."""
+    save_steps(tmp_path, 1, 2)
+    for step in (1, 2):
+        step_path(tmp_path, step).unlink()
+    with pytest.warns(safeckpt.SafeckptWarning, match="2 were saved, the last one of step 2 at ") as caught:
+        assert _ask(tmp_path, ask) is None
+    assert "put them back; if not, delete events.jsonl as well" in str(caught[0].message)
+    (tmp_path / "events.jsonl").unlink()
+    assert _ask(tmp_path, ask) is None  # a warning is an error here
+
+
+@pytest.mark.parametrize("ask", ["restore", "latest", "safeckpt.latest"])
+def test_new_directory_is_no_lost_one(tmp_path: Path, ask: str) -> None:
+    """A directory that is missing, empty, or whose run was refused before its first checkpoint gives no warning."""
+    assert _ask(tmp_path / "missing", ask) is None
+    assert _ask(tmp_path, ask) is None
+    with manager_of(tmp_path, Marked()) as manager, pytest.raises(safeckpt.NonFiniteError):
+        manager.save(1, loss=float("nan"))
+    assert _ask(tmp_path, ask) is None
