@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import safeckpt
+from safeckpt.cli.commands import group
 from tests.campaign.outcome import CLASSES
 
 ROOT = Path(__file__).parent.parent
@@ -112,6 +113,12 @@ def test_every_test_named_in_a_page_exists():
     named = {name for page in PAGES for name in re.findall(r"`(test_\w+)`", page.read_text())}
     assert named
     assert not {name for name in named if f"def {name}(" not in sources}
+
+
+def test_every_command_is_in_the_readme_and_every_command_there_exists():
+    """The table of commands is the command line."""
+    named = set(re.findall(r"`safeckpt (\w+)[ `]", README.read_text()))
+    assert named == {*group.commands, "demo"}
 
 
 def test_campaign_page_has_a_row_for_every_class():
