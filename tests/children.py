@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _MOST_SECONDS = 120
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload([__name__, "pytest"])
+_context.set_forkserver_preload([__name__, "pytest", "sklearn.datasets"])
 
 
 @contextlib.contextmanager

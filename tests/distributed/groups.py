@@ -6,6 +6,7 @@ A forked group can lose a member without an agent that then ends the others, so 
 from __future__ import annotations
 
 import datetime as dt
+import gc
 import json
 import os
 import pickle
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 
+from safeckpt.distributed.group import RankGroup
 from tests.children import Child
 from tests.faults import Ended
 
@@ -65,6 +67,17 @@ def results(size: int, function: Callable[..., Any], path: Path, *arguments: Any
 def answer(ended: Ended) -> Any:
     """Return what a rank has returned."""
     return pickle.loads(ended.value)
+
+
+def wait_for_ranks(seconds: float) -> None:
+    """Have each group of this process wait so long for a rank from now on.
+
+    A rank that hangs costs no more time then, while a slow machine has had all it needs up to here.
+    """
+    torch.distributed.barrier()
+    for one in gc.get_objects():
+        if type(one) is RankGroup:
+            one._timeout_seconds = seconds
 
 
 def torchrun(size: int, *arguments: str, restarts: int = 0, seconds: float = 240) -> subprocess.CompletedProcess[str]:

@@ -12,26 +12,32 @@ import pytest
 import torch
 
 import safeckpt
+from safeckpt.distributed import group
 from tests.distributed import groups
 from tests.distributed.scenarios import latest, outcome
 from tests.distributed.training import Kind, Run, manager_of
 from tests.faults import Kill, intercept
+
+HANG_SECONDS = 0.5  # how long a rank that hangs is waited for
+ENDED = "ended"  # the file that the rank which does not hang leaves
 
 
 def _save_and_die(path: Path, kind: Kind, victim: int, options: dict[str, Any], fault: tuple[int, str, str]) -> Any:
     """Save two steps; in the third save one rank dies at an operation of the store, or hangs."""
     run = Run(kind)
     number, when, where = fault
-    manager = manager_of(run, path / "run", ranks=safeckpt.Ranks(3.0 if where == "hang" else 60.0), **options)
+    manager = manager_of(run, path / "run", ranks=safeckpt.Ranks(60.0), **options)
     run.train(manager, 2)
     manager.save(2)
     run.train(manager, 3)
     manager.save(3)
     manager.wait()
     kill: Any = contextlib.nullcontext()
+    if where == "hang":
+        groups.wait_for_ranks(HANG_SECONDS)
     if torch.distributed.get_rank() == victim:
         if where == "hang":
-            manager._saver._capture = lambda *_, **__: time.sleep(9)  # type: ignore[method-assign]
+            manager._saver._capture = lambda *_, **__: _until_the_other_has_ended(path)  # type: ignore[method-assign]
         else:
             kill = intercept(Kill(number, when, {where}))
     with kill:
@@ -40,7 +46,14 @@ def _save_and_die(path: Path, kind: Kind, victim: int, options: dict[str, Any], 
             manager.save(4)
             return manager.wait()
 
-        return outcome(saved), manager.step
+        found = outcome(saved), manager.step
+        (path / ENDED).touch()
+        return found
+
+
+def _until_the_other_has_ended(path: Path) -> None:
+    while not (path / ENDED).exists():
+        time.sleep(0.01)
 
 
 def _resumed(path: Path, kind: Kind) -> Any:
@@ -98,8 +111,11 @@ def test_lost_rank_leaves_the_checkpoint_before(tmp_path: Path, case: Case) -> N
     assert survivor.value is not None
     found, step = groups.answer(survivor)
     assert found["error"] == "RankLostError", found
-    assert f"rank {victim} {'did not answer within 3' if fault[2] == 'hang' else 'was lost'}" in found["text"]
-    assert found["seconds"] < (60 if fault[2] != "hang" else 3 + 15)
+    assert (
+        f"rank {victim} {f'did not answer within {HANG_SECONDS}' if fault[2] == 'hang' else 'was lost'}"
+        in found["text"]
+    )
+    assert found["seconds"] < (60 if fault[2] != "hang" else HANG_SECONDS + 15)
     assert step in (3, 4)
     if fault[2] != "hang":
         assert ended[victim].signal == signal.SIGKILL
@@ -112,16 +128,20 @@ def test_lost_rank_leaves_the_checkpoint_before(tmp_path: Path, case: Case) -> N
 
 def _never_comes(path: Path) -> Any:
     run = Run("ddp")
-    manager = manager_of(run, path / "run", ranks=safeckpt.Ranks(1.0))
+    group._NEWS_SECONDS = 2.0  # the first save meets in a collective, which waits for the ranks and twice for the news
+    torch.distributed.barrier()
+    manager = manager_of(run, path / "run", ranks=safeckpt.Ranks(HANG_SECONDS))
     if torch.distributed.get_rank() == 1:
-        time.sleep(14)
+        _until_the_other_has_ended(path)
         return None
-    return outcome(lambda: manager.save(1))
+    found = outcome(lambda: manager.save(1))
+    (path / ENDED).touch()
+    return found
 
 
 def test_rank_that_never_saves_is_no_hang(tmp_path: Path) -> None:
     """A rank that is not there for the first save at all: an error in bounded time."""
     found, _ = groups.results(2, _never_comes, tmp_path)
     assert found["error"] == "RankLostError"
-    assert found["seconds"] < 1 + 15
+    assert found["seconds"] < HANG_SECONDS + 15
     assert safeckpt.latest(tmp_path / "run") is None

@@ -1,4 +1,4 @@
-"""Trains on every case of a matrix in a process of its own: `python -m tests.loader.runner MODE FOLDER WORKERS CASES`.
+"""Trains on every case of a matrix: `main` is run in a process of its own.
 
 `straight` runs to the end, `killed` saves each case at its position and then kills its own process with loaders in
 full swing, `resumed` goes on from the saved files. Each writes or completes, for each case, the list of what was
@@ -11,7 +11,6 @@ import json
 import os
 import random
 import signal
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,6 @@ from tests.loader.workloads import dataloader
 
 EPOCHS = 2
 POSITIONS = ("first", "middle", "last", "boundary")
-
-warnings.filterwarnings("ignore", message="This DataLoader will create")
 
 
 class Training:
@@ -64,7 +61,8 @@ def at(position: str, lengths: list[int]) -> tuple[int, int]:
 
 
 def main(mode: str, folder: Path, workers: int, cases: list[tuple[str, str]], persistent: bool) -> None:
-    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message="This DataLoader will create")
+    warnings.filterwarnings("ignore", message="This process .* is multi-threaded, use of fork")
     if mode == "straight":
         result: dict[str, Any] = {}
         for order, _ in cases:
@@ -108,7 +106,3 @@ def run_to(training: Training, position: tuple[int, int]) -> Any:
                 return iterator
         if (training.loader.epoch, training.loader.batch) == position:
             return None
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]), sys.argv[5] == "persistent")

@@ -6,33 +6,30 @@ import functools
 import itertools
 import json
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from safeckpt.state.random_streams import RngStreams
-from tests.loader.runner import POSITIONS
+from tests import children
+from tests.loader.runner import POSITIONS, main
 from tests.loader.workloads import ORDERS, Augmented, dataloader
 
-ROOT = Path(__file__).parents[2]
 FEW = ("shuffle", "replacement, own generator", "custom batches")
 
 
 def start(mode, folder, workers, cases, persistent=False):
-    arguments = [mode, str(folder), str(workers), json.dumps(list(cases)), "persistent" if persistent else "anew"]
-    command = [sys.executable, "-m", "tests.loader.runner", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    ended = children.run(main, mode, folder, workers, list(cases), persistent)
+    if ended.error is not None:
+        raise ended.error
+    return ended.signal
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
     """What every case sees in a run that is never interrupted and has no workers."""
     folder = tmp_path_factory.mktemp("straight")
-    done = start("straight", folder, 0, [(order, "") for order in ORDERS])
-    assert done.returncode == 0, done.stderr
+    assert start("straight", folder, 0, [(order, "") for order in ORDERS]) is None
     return (folder / "straight.json").read_text()
 
 
@@ -47,11 +44,9 @@ def test_killed_run_sees_the_batches_and_losses_of_the_uninterrupted_one(  # noq
     """First, middle, last batch and epoch border, each kind of sampler: lists of batches and losses are equal."""
     (tmp_path / "straight.json").write_text(straight)
     cases = list(itertools.product(orders, POSITIONS))
-    killed = start("killed", tmp_path, before, cases, persistent)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert start("killed", tmp_path, before, cases, persistent) == signal.SIGKILL
     assert len(list(tmp_path.glob("*.pt"))) == len(cases)
-    done = start("resumed", tmp_path, after, cases, persistent)
-    assert done.returncode == 0, done.stderr
+    assert start("resumed", tmp_path, after, cases, persistent) is None
     resumed = json.loads((tmp_path / "resumed.json").read_text())
     expected = {order: result["seen"] for order, result in json.loads(straight).items()}
     wrong = [case for case in resumed if resumed[case] != expected[case.split(".")[0]]]
