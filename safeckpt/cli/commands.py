@@ -20,7 +20,7 @@ _EPILOG = """\
 \b
 Exit codes:
   0  done, and the answer is good
-  1  the answer is no: not exact, damaged, different
+  1  the answer is no: not exact, damaged, different, no checkpoint
   2  it could not be done: usage, no such file, directory held, no package
 
 Everything but prune and extract only reads, and works while a training run holds the directory.

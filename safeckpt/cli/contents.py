@@ -1,4 +1,4 @@
-"""What is in a checkpoint, by name: for `show`, `diff` and `extract`."""
+"""Contents of a checkpoint by name, for `show`, `diff` and `extract`."""
 
 from __future__ import annotations
 

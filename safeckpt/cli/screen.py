@@ -1,6 +1,6 @@
 """Output of the commands: tables for people, JSON for programs, progress for what takes long.
 
-Names in a checkpoint, a path or a history come from whoever wrote them. Everything that is printed, errors and warnings
+Names in a checkpoint, a path or a history may come from another user. Everything that is printed, errors and warnings
 too, goes through `printable`, so that none of it reaches the terminal as a command.
 """
 
@@ -47,7 +47,7 @@ class Screen:
         write_json(json.dumps(_plain(value), indent=2, ensure_ascii=False))
 
     def line(self, text: str = "", style: str | None = None) -> None:
-        """Print a line; it is wrapped at the width of the terminal, 80 where there is none."""
+        """Print a line; it is wrapped at the width of the terminal, 80 columns without a terminal."""
         self._out.print(Text(printable(text), style or ""))
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[Cell]], *, right: Sequence[str] = ()) -> None:

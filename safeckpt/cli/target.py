@@ -19,7 +19,7 @@ _TRAIN_STEP = "train_step"
 
 
 class TargetError(ValueError):
-    """What stands on the command line leads to no two functions."""
+    """The argument MODULE:FUNCTION does not lead to two functions."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def resolve(target: str, train_step: str | None) -> tuple[Callable[..., Any], Ca
     Args:
         target: `MODULE:FUNCTION`, where the module is a dotted name or a file. FUNCTION is `build` when the module
             has a `train_step`; otherwise it is called without arguments and returns `(build, train_step)`.
-        train_step: Name of the step function in the module, when it is another one.
+        train_step: Name of the step function in the module, when it is not `train_step`.
 
     Raises:
         TargetError: The text has another form, or the module has no such function.

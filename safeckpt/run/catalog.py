@@ -1,4 +1,4 @@
-"""Which files of a directory are checkpoints, which of them are good, and which is the latest. Reads only, no lock."""
+"""Checkpoints of a directory: list them, verify them, find the latest and the best. Reads only, without a lock."""
 
 from __future__ import annotations
 

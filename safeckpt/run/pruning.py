@@ -1,4 +1,4 @@
-"""Which checkpoints make way after a save."""
+"""Deletion of old checkpoints after a save."""
 
 from __future__ import annotations
 

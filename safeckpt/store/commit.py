@@ -83,7 +83,7 @@ def commit(
                     raise
                 # From here to the rename no other process's sweep takes this file for a dead one's.
                 claim = disk.claim(file.raw)
-                if claim is None:  # one came between the two lines above
+                if claim is None:  # a sweep came between the two lines above
                     file.close()
             result = _fill(file, write, check)
             deferred.replace(temp, target)  # type: ignore[arg-type]  # a file has its temporary name
@@ -108,7 +108,7 @@ def commit(
 
 
 def write_new(path: Path, write: Callable[[BinaryIO], T], *, size_bytes: int | None = None) -> T:
-    """Write a file that did not exist, into a directory that nobody looks into before it is committed as a whole.
+    """Write a file that did not exist, into a directory that is not listed before it is committed as a whole.
 
     Its content is durable when this returns, its name when its directory is synced.
 
@@ -247,7 +247,7 @@ def _target(path: str | os.PathLike[str]) -> Path:
 def _sweep_own(target: Path) -> None:
     with contextlib.suppress(OSError):
         for name in names.temps_of(target.name, disk.listing(target.parent)):
-            # One that is in use, or somebody else's, or on a file system without locks, stays.
+            # A file in use, of another user, or on a file system without locks stays.
             with contextlib.suppress(OSError):
                 disk.unlink_unclaimed(target.with_name(name))
 

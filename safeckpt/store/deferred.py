@@ -1,4 +1,4 @@
-"""Delete and replace large files, and directories of them, without keeping anybody waiting for it.
+"""Delete and replace large files, and directories of them, in the background.
 
 A name goes at once. The pages and blocks behind it go when the last descriptor is closed, and for a large file that
 takes a third of the time that writing it took. So a descriptor is opened before the name is removed, and a thread
@@ -60,7 +60,7 @@ def wait() -> None:
         thread = _threads[-1]
         if thread.is_alive():  # one that begins after this finds its file closed
             thread.join()
-        with contextlib.suppress(ValueError):  # somebody else waited for it as well
+        with contextlib.suppress(ValueError):  # another thread waited for it too
             _threads.remove(thread)
 
 

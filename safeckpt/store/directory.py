@@ -39,7 +39,7 @@ class CheckpointDirectory:
     """Lists, commits, removes and sets aside the checkpoints of one directory.
 
     Everything that changes the directory expects its writer lock to be held. Listing needs no lock: a file that is
-    there is whole, and one that is removed while somebody reads it stays readable through the open handle.
+    there is whole, and one that is removed during a read stays readable through the open handle.
 
     Attributes:
         path: The directory, absolute, so that a change of the working directory moves nothing.
@@ -57,8 +57,8 @@ class CheckpointDirectory:
     def create(self) -> None:
         """Make the directory and its missing parents, durably.
 
-        One that is there may have been made a moment ago by somebody who did not sync it: its name is made durable
-        once, where its parent can be opened.
+        A directory that exists may have been made a moment ago, without a sync: its name is made durable once, where
+        its parent can be opened.
 
         Raises:
             OSError: It cannot be made, or something else has its name.
@@ -141,7 +141,7 @@ class CheckpointDirectory:
         return commit(self.path / names.step_name(step), write, check=check, step=step, size_bytes=size_bytes)
 
     def begin_folder(self, step: int) -> Path:
-        """Make the directory in which the shards of a step are written, and return it; nobody lists it yet.
+        """Make the directory in which the shards of a step are written, and return it; it is not listed yet.
 
         Raises:
             StepExistsError: The step has a checkpoint already, good or not; it is untouched.
@@ -206,7 +206,7 @@ class CheckpointDirectory:
         return self._remove(aside.path)
 
     def set_aside(self, steps: Iterable[int]) -> list[Path]:
-        """Rename checkpoints so that they are never latest and in nobody's way, durably.
+        """Rename checkpoints so that they are never latest and free their step, durably.
 
         To be called before the first file of the new timeline is written. Interrupted half-way it can be called again;
         what keeps its name until then is still a consistent start of the old timeline.
@@ -231,7 +231,7 @@ class CheckpointDirectory:
                 number = 1 + max((number for other, number in taken if other == step), default=0)
                 old = self.path_of(step)
                 path = self.path / names.aside_name(step, number, folder=old == self.folder_of(step))
-                with contextlib.suppress(FileNotFoundError):  # somebody else deleted it: it is in nobody's way
+                with contextlib.suppress(FileNotFoundError):  # deleted meanwhile: its step is free
                     disk.replace(old, path)
                     moved.append(path)
             disk.sync_directory(directory)
@@ -240,8 +240,8 @@ class CheckpointDirectory:
     def sweep(self) -> list[str]:
         """Delete the temporary checkpoints that dead writers left and return their names.
 
-        To be called when the writer lock has been taken. A temporary file in use, also by somebody who saves into this
-        directory without the lock, is left alone. What cannot be deleted is a warning.
+        To be called when the writer lock has been taken. A temporary file in use, also by a process that saves into
+        this directory without the lock, is left alone. What cannot be deleted is a warning.
         """
         swept = []
         for name in sorted(self._names()):
@@ -249,7 +249,7 @@ class CheckpointDirectory:
             if final is None or names.parse_step(final) is None:
                 continue
             if names.is_folder(final) and (self.path / name).is_dir():
-                # A sharded checkpoint that nobody finished, or a pruned one: only a holder of the lock makes these.
+                # A sharded checkpoint that was not finished, or a pruned one: only a holder of the lock makes these.
                 if self._remove_tree(self.path / name):
                     swept.append(name)
                 continue
@@ -263,7 +263,7 @@ class CheckpointDirectory:
         return swept
 
     def settle(self) -> None:
-        """Return when everything that was deleted is gone: at the end of the process nobody would go on with it."""
+        """Wait for background deletions; they would be lost at process exit."""
         deferred.wait()
 
     def _names(self) -> list[str]:
@@ -285,7 +285,7 @@ class CheckpointDirectory:
             deferred.run(functools.partial(self._remove_quietly, temp))
             return True
         try:
-            with contextlib.suppress(FileNotFoundError):  # somebody else deleted it: all the better
+            with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
                 deferred.delete(path)
         except OSError as error:
             _warn(f"{path} is no longer needed and could not be deleted: {error}. It is tried again at the next save.")

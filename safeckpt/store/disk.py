@@ -293,8 +293,8 @@ def unlink_unclaimed(path: Path) -> bool:
 def open_regular(path: Path, flags: int) -> Handle:
     """Open a file of ours by its name, and refuse what another user may have put in its place.
 
-    In a directory that others can write into, the name may be a link to any file of this user, or a pipe that nobody
-    answers. No link is followed, no pipe is waited for, and what was opened is examined before it is used. Windows
+    In a directory that others can write into, the name may be a link to any file of this user, or a pipe without
+    another end. No link is followed, no pipe is waited for, and what was opened is examined before it is used. Windows
     has no flag that refuses links: there the name is examined first, and a link made between the two is followed.
 
     Not part of the seam: callers are.

@@ -95,7 +95,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _is_deep(record: dict[str, Any]) -> bool:
-    """Tell whether a record is nested deeper than any of ours, which whoever walks through it may not survive."""
+    """Return whether a record is nested deeper than any of ours; walking through it could end in RecursionError."""
     level: list[Any] = [record]
     for _ in range(_DEEPEST):
         if not level:

@@ -1,4 +1,4 @@
-"""Identity of the process that holds a directory: for error texts, and in place of a lock where there are none."""
+"""Identity of the process that holds a directory: for error texts, and in place of a lock where the system has none."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def describe() -> Holder:
 
 
 def read(path: Path) -> Holder:
-    """Return the record in a file; empty when there is none, or half of one."""
+    """Return the record in a file; empty when it is missing or incomplete."""
     try:
         holder = json.loads(disk.read(path, _MOST_BYTES))
     except (OSError, ValueError, RecursionError):
@@ -58,13 +58,13 @@ def write(path: Path, holder: Holder) -> None:
 
 
 def is_own(holder: Holder) -> bool:
-    """Tell whether a record is of this process."""
+    """Return whether a record is of this process."""
     own = describe()
     return all(holder.get(name) == own[name] for name in ("pid", "host", "started"))
 
 
 def is_gone(holder: Holder) -> bool:
-    """Tell whether the process of a record is known to have ended. That of another host, or none, is not known."""
+    """Return whether the process of a record is known to have ended; that of another host is never known to."""
     pid = holder.get("pid")
     if holder.get("host") != platform.node() or not isinstance(pid, int) or pid <= 0 or sys.platform == "win32":
         return False  # on Windows signal 0 is Ctrl-C, and its locks never fail

@@ -8,6 +8,7 @@ import gc
 import os
 import platform
 import stat
+import sys
 import time
 import warnings
 import weakref
@@ -66,7 +67,7 @@ class WriterLock:
 
     @property
     def held(self) -> bool:
-        """Whether this process took the lock and did not release it; `check` tells whether it is still worth it."""
+        """True from `acquire` to `release`, in that process only; `check` says whether other processes see the lock."""
         if self._stand_in is not None:
             return bool(self._stand_in["pid"] == os.getpid())
         return self._lock is not None and self._lock.is_locked  # filelock knows about forks
@@ -120,8 +121,8 @@ class WriterLock:
     def check(self) -> None:
         """Check that the lock is still what other processes see.
 
-        Somebody may have deleted the lock file, and a second writer may have locked the new one of that name. After
-        a failed check `release` and `acquire` start over.
+        The lock file may have been deleted, and a second writer may have locked a new one of that name. After a failed
+        check, `release` and `acquire` start over.
 
         Raises:
             DirectoryLockedError: This process does not hold the lock, or the lock file is not the one that it locked.
@@ -159,7 +160,7 @@ class WriterLock:
             return
         _in_this_process.discard(self)
         try:
-            # While the lock is still held, and only if nobody else can have taken the directory and written theirs.
+            # While the lock is held, and only if no other writer can have put its own record there.
             with contextlib.suppress(OSError):
                 if self._is_valid():
                     disk.unlink(self.directory / names.HOLDER)
@@ -200,7 +201,7 @@ class WriterLock:
         return _place(self.directory / names.LOCK, missing=True) == self._identity
 
     def _refuse_own_process(self) -> None:
-        """Refuse at once what would be waited for in vain: nobody can close a manager while this call waits."""
+        """Refuse without waiting: the other manager cannot be closed while this call waits."""
         if not self._others():
             return
         gc.collect()  # a notebook's cell that is run again has dropped the only name of the manager before
@@ -223,26 +224,26 @@ class WriterLock:
     def _acquire_stand_in(self, error: OSError) -> None:
         """Take the directory by creating the holder's file, where the file system has no locks."""
         path = self.directory / names.HOLDER
-        mine = holder.describe()
+        record = holder.describe()
         end = time.monotonic() + self.timeout_seconds
         while True:
             try:
-                holder.write(path, mine)
+                holder.write(path, record)
             except FileExistsError:
-                there = holder.read(path)
-                # One of this process is that of a manager which was dropped without close().
-                if holder.is_gone(there) or holder.is_own(there):
-                    self._replace_holder(mine)
+                current = holder.read(path)
+                # A record of this process belongs to a manager that was dropped without close().
+                if holder.is_gone(current) or holder.is_own(current):
+                    self._replace_holder(record)
                     break
                 if time.monotonic() >= end:
                     raise self._refusal(
-                        there, next_step=f"wait for that process or stop it. If it has ended, delete {path}."
+                        current, next_step=f"wait for that process or stop it. If it has ended, delete {path}."
                     ) from None
                 time.sleep(_POLL_SECONDS)
             else:
                 break
-        self._stand_in = mine
-        self.check()  # of two that replaced a dead one's file, the later one holds the directory
+        self._stand_in = record
+        self.check()  # when two writers replaced the record of a dead one, the later one holds the directory
         warnings.warn(
             f"The file system of {self.directory} has no file locks ({error.strerror}). {names.HOLDER} stands in for "
             "the lock: a second writer is refused, or noticed at the next save. A process that is killed leaves this "
@@ -251,13 +252,13 @@ class WriterLock:
             stacklevel=4,
         )
 
-    def _replace_holder(self, mine: holder.Holder) -> None:
+    def _replace_holder(self, record: holder.Holder) -> None:
         temp = self.directory / names.temp_name(names.HOLDER)
-        holder.write(temp, mine)
+        holder.write(temp, record)
         disk.replace(temp, self.directory / names.HOLDER)
 
     def _write_holder(self) -> None:
-        """Say who holds the lock, for the text of somebody else's error; not being able to is no reason to stop."""
+        """Record who holds the lock, for the error of another process; a failure to do so is ignored."""
         path = self.directory / names.HOLDER
         with contextlib.suppress(OSError):
             with contextlib.suppress(FileNotFoundError):
@@ -266,15 +267,15 @@ class WriterLock:
 
     def _refusal(
         self,
-        there: holder.Holder | None = None,
+        current: holder.Holder | None = None,
         *,
         reason: str = "another process is saving checkpoints into it",
         next_step: str | None = None,
         lost: bool = False,
     ) -> DirectoryLockedError:
-        if there is None:
-            there = holder.read(self.directory / names.HOLDER)
-        pid, host, since = (there.get(name) for name in ("pid", "host", "since"))
+        if current is None:
+            current = holder.read(self.directory / names.HOLDER)
+        pid, host, since = (current.get(name) for name in ("pid", "host", "since"))
         return DirectoryLockedError(
             directory=self.directory,
             pid=pid if isinstance(pid, int) else None,
@@ -288,7 +289,7 @@ class WriterLock:
     def _explain(self, error: OSError) -> None:
         """Complete the system's error in place, so that its class, errno and traceback stay what they are."""
         error.add_note(f"The writer lock of {self.directory} could not be taken; nothing was written there.")
-        if not isinstance(error, PermissionError):
+        if not isinstance(error, PermissionError) or sys.platform == "win32":
             return
         with contextlib.suppress(OSError):
             owner = (self.directory / names.LOCK).lstat().st_uid
@@ -311,6 +312,6 @@ def _place(path: Path, *, missing: bool = False) -> _Place | None:
 
 
 def _lock_mode(directory: Path) -> int:
-    """Return the mode of a new lock file: whoever may write into the directory may lock it."""
+    """Return the mode of a new lock file: every user who may write into the directory may lock it."""
     writers = directory.stat().st_mode & 0o222
     return writers | writers << 1 | 0o600

@@ -73,7 +73,7 @@ class LossLog:
 
     @property
     def is_long(self) -> bool:
-        """Whether `shorten` should be called before more is added."""
+        """True when `shorten` should be called before more is added."""
         return self._size_bytes > _MOST_BYTES
 
     def shorten(self) -> None:

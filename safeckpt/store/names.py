@@ -11,7 +11,7 @@
     history      events.jsonl, and the losses of the run: losses.log
 
 A name is parsed whole and as ASCII: ``step-100.pt``, ``step-000000100.pt``, ``step-00000100.pt.bak`` and
-``Step-00000100.pt`` are somebody else's. So renaming a checkpoint is a way to keep it for good.
+``Step-00000100.pt`` belong to the user. So renaming a checkpoint is a way to keep it for good.
 """
 
 from __future__ import annotations

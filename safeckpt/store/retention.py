@@ -37,7 +37,7 @@ class Policy(Protocol):
 
 @dataclass(frozen=True)
 class Best:
-    """Which checkpoints are the best ones.
+    """Rule that ranks checkpoints by a metric.
 
     Attributes:
         metric: Name of the metric that is given to ``save``; ``"loss"`` is the loss.
@@ -124,9 +124,9 @@ class KeepPeriod:
             created = self.created_at(step)
             if created is not None:
                 periods.setdefault((created - _EPOCH) // self.period, []).append(step)
-        # A step that is alone in its period competes with none, so its file is not looked at.
+        # A step that is alone in its period competes with none, so its file is not read.
         chosen = (
-            mine[0] if len(mine) == 1 else next(filter(is_good, reversed(mine)), None) for mine in periods.values()
+            group[0] if len(group) == 1 else next(filter(is_good, reversed(group)), None) for group in periods.values()
         )
         return [step for step in chosen if step is not None]
 
