@@ -20,6 +20,7 @@ from torch.utils.data import (
 )
 
 from safeckpt.errors import StateMismatchError, UncapturedStateWarning
+from safeckpt.loader.plain_state import PlainState
 from safeckpt.loader.private_generators import find_generators
 from safeckpt.loader.streams import PrivateStreams
 from safeckpt.state.component import Captured
@@ -58,15 +59,12 @@ def _consume(iterator: Iterator[Any], count: int) -> int:
     return next(counter)
 
 
-def _plain_attributes(sampler: Any) -> dict[str, Any]:
-    return {key: value for key, value in getattr(sampler, "__dict__", {}).items() if type(value) in (bool, int, float)}
-
-
 class EpochOrder:
     """Draws the batches of indices of one epoch after the other.
 
     What the order depends on: the seed and number of the epoch (through the private streams and `set_epoch`), the
-    positions of the samplers' own generators at the start of the epoch, and the samplers' own `state_dict`.
+    positions of the samplers' own generators at the start of the epoch, the samplers' own `state_dict`, and the plain
+    values that samplers without one have changed.
 
     Args:
         dataloader: The user's; only its samplers are used.
@@ -81,6 +79,12 @@ class EpochOrder:
         found = find_generators(roots, skip=(dataloader.dataset,))
         self._generators = {path: GeneratorComponent(path, generator) for path, generator in found.items()}
         self._stateful = [s for s in self._chain if hasattr(s, "state_dict") and hasattr(s, "load_state_dict")]
+        own = {
+            f"sampler{number or ''}": sampler
+            for number, sampler in enumerate(self._chain)
+            if type(sampler) not in (BatchSampler, *_DRAW_AT_ONCE) and sampler not in self._stateful
+        }
+        self._values = PlainState(own, skip=(dataloader.dataset, *(s for s in self._chain if s not in own.values())))
         self._offset: tuple[int, int] | None = None
         self._warned = False
 
@@ -90,6 +94,7 @@ class EpochOrder:
         return {
             "generators": {path: {"state": c.state, "record": c.record} for path, c in generators.items()},
             "samplers": [sampler.state_dict() for sampler in self._stateful],
+            "values": self._values.capture(),
             "offset": self._offset and list(self._offset),
         }
 
@@ -103,10 +108,11 @@ class EpochOrder:
                 found += component.check(Captured(**saved[path]))
         if len(state["samplers"]) != len(self._stateful):
             found.append(f"samplers with a state_dict: {len(state['samplers'])} saved, {len(self._stateful)} now")
-        return found
+        return found + self._values.check(state.get("values", {}))
 
     def restore(self, state: dict[str, Any]) -> None:
         """Put the samplers where they were at the start of an epoch."""
+        self._values.restore(state.get("values", {}))
         for path, component in self._generators.items():
             component.apply(Captured(**state["generators"][path]))
         for sampler, saved in zip(self._stateful, state["samplers"], strict=True):
@@ -141,7 +147,7 @@ class EpochOrder:
         An epoch that is left early leaves a sampler's own generator where prefetching had got to, which depends on
         the number of workers. The next epoch starts from here instead.
         """
-        if not self._generators and not self._stateful:
+        if not self._generators and not self._stateful and not self._values.has_objects:
             return self.state() | {"offset": None}
         now = self.state()
         try:
@@ -154,7 +160,6 @@ class EpochOrder:
 
     def _begin(self, epoch: int, start: int) -> tuple[Iterator[Any], list[Any]]:
         """Return the samplers' iterator behind batch number `start`, and that batch in a list (empty at the end)."""
-        before = [_plain_attributes(sampler) for sampler in self._chain]
         if type(self._sampler) is BatchSampler:
             # Counting single indices is far cheaper than making lists of them, and exact: every batch is full.
             size, drop_last = self._sampler.batch_size, self._sampler.drop_last
@@ -174,7 +179,7 @@ class EpochOrder:
                 mismatches=[f"the position is batch {start} of epoch {epoch}, and its order ends after {reached}"]
             )
         first = list(itertools.islice(iterator, 1))
-        self._warn_of_counters(before)
+        self._warn_of_iterators()
         return iterator, first
 
     def _draw_base_seed(self, epoch: int) -> None:
@@ -182,17 +187,16 @@ class EpochOrder:
         if self._bare_generator is not None and (epoch == 0 or not self._persistent):
             torch.empty((), dtype=torch.int64).random_(generator=self._bare_generator)
 
-    def _warn_of_counters(self, before: list[dict[str, Any]]) -> None:
-        if self._warned:
+    def _warn_of_iterators(self) -> None:
+        if self._warned or not self._values.has_objects:
             return
-        for sampler, old in zip(self._chain, before, strict=True):
-            moved = [key for key, value in _plain_attributes(sampler).items() if key in old and old[key] != value]
-            if moved and sampler not in self._stateful:
-                self._warned = True
-                warnings.warn(
-                    f"{type(sampler).__qualname__}.{', '.join(moved)} changed while an epoch was drawn and is not "
-                    "saved: if the order depends on it, a resumed run sees another order. Give the sampler "
-                    "state_dict and load_state_dict, or derive the order from set_epoch(epoch).",
-                    UncapturedStateWarning,
-                    stacklevel=2,
-                )
+        self._values.capture()
+        if self._values.unsaved:
+            self._warned = True
+            warnings.warn(
+                f"how far {', '.join(self._values.unsaved)} has got cannot be saved: if the order depends on it, a "
+                "resumed run sees another order. Give the sampler state_dict and load_state_dict, or derive the order "
+                "from set_epoch(epoch).",
+                UncapturedStateWarning,
+                stacklevel=2,
+            )

@@ -7,9 +7,11 @@ global streams. A generator kept by a sampler makes the order of the epoch: its 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 import types
+import warnings
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -17,13 +19,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from safeckpt.errors import UncapturedStateWarning
 from safeckpt.loader.streams import mix
 from safeckpt.state.random_streams import GeneratorComponent
 
-__all__ = ["find_generators", "reseed"]
+__all__ = ["attributes_of", "find_generators", "reseed", "warn_of_unreachable"]
 
 _MAX_OBJECTS = 10_000  # a dataset may hold millions of samples; generators sit near the top
 _MAX_ITEMS = 100  # a longer list is data, not configuration
+_LIBRARIES = frozenset({"builtins", "collections", "functools", "numpy", "torch", "typing", "abc", "random"})
 _LEAVES = (str, bytes, int, float, complex, type, types.ModuleType, torch.Tensor, np.ndarray)
 
 
@@ -47,10 +51,41 @@ def _children(obj: Any) -> Iterator[tuple[str, Any]]:
                 yield name, cell.cell_contents
             except ValueError:  # not assigned yet
                 continue
-    try:
-        yield from object.__getattribute__(obj, "__dict__").items()
-    except AttributeError:  # has none
-        return
+    yield from attributes_of(obj)
+
+
+def attributes_of(obj: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (name, value) of what an object keeps in its `__dict__` and in slots."""
+    with contextlib.suppress(AttributeError):  # has none
+        yield from list(object.__getattribute__(obj, "__dict__").items())
+    for cls in type(obj).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            mangled = f"_{cls.__name__.lstrip('_')}{name}" if name[:2] == "__" and name[-2:] != "__" else name
+            if mangled in ("__dict__", "__weakref__"):
+                continue
+            try:
+                yield mangled, object.__getattribute__(obj, mangled)
+            except AttributeError:  # not assigned yet
+                continue
+
+
+def _shared(obj: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the generators that a class of the user's keeps for all of its objects, or a module for its functions."""
+    functions = [obj] if isinstance(obj, types.FunctionType) else []
+    for cls in type(obj).__mro__ if not functions else ():
+        if cls.__module__.partition(".")[0] in _LIBRARIES:
+            continue
+        for name, value in list(vars(cls).items()):
+            if isinstance(value, GeneratorComponent.types):
+                yield name, value
+            elif isinstance(value, types.FunctionType):
+                functions.append(value)
+    for function in functions:
+        for name in function.__code__.co_names:
+            value = function.__globals__.get(name)
+            if isinstance(value, GeneratorComponent.types):
+                yield f"{function.__module__}.{name}", value
 
 
 def find_generators(roots: dict[str, Any], *, skip: tuple[Any, ...] = ()) -> dict[str, Any]:
@@ -60,22 +95,45 @@ def find_generators(roots: dict[str, Any], *, skip: tuple[Any, ...] = ()) -> dic
         roots: Where to begin, by name.
         skip: Objects that are not entered.
     """
+    return _search(roots, skip)[0]
+
+
+def warn_of_unreachable(roots: dict[str, Any]) -> None:
+    """Warn when there is more below `roots` than is looked through, so that a generator in there is not seeded."""
+    _, unread = _search(roots, ())
+    if unread is not None:
+        warnings.warn(
+            f"{unread} and what comes after it is not looked through for random generators: there is too much of it. "
+            "If one of them draws for a sample, a resumed run draws other numbers. Draw from torch's, NumPy's or "
+            "Python's global stream in __getitem__, or keep the generator in an attribute of the dataset itself.",
+            UncapturedStateWarning,
+            stacklevel=5,
+        )
+
+
+def _search(roots: dict[str, Any], skip: tuple[Any, ...]) -> tuple[dict[str, Any], str | None]:
+    """Return the generators, and the path at which the search stopped."""
     # The global streams under other names, as sklearn's check_random_state(None) hands them out.
     process_wide = (torch.default_generator, np.random.get_bit_generator(), np.random.mtrand._rand, random._inst)  # type: ignore[attr-defined]
     seen = {id(obj) for obj in (*process_wide, *skip)}
     found: dict[str, Any] = {}
     queue = deque(roots.items())
-    while queue and len(seen) < _MAX_OBJECTS:
+    while queue:
         path, obj = queue.popleft()
         if obj is None or isinstance(obj, _LEAVES) or id(obj) in seen:
             continue
+        if len(seen) >= _MAX_OBJECTS:
+            return found, path
         seen.add(id(obj))
         if isinstance(obj, GeneratorComponent.types):
             if not isinstance(obj, random.SystemRandom):  # has no position
                 found[path] = obj
             continue
         queue.extend((f"{path}.{name}", child) for name, child in _children(obj))
-    return found
+        if isinstance(obj, types.FunctionType) or id(type(obj)) not in seen:
+            seen.add(id(type(obj)))
+            queue.extend((f"{path}.{name}", generator) for name, generator in _shared(obj))
+    return found, None
 
 
 def reseed(generators: dict[str, Any], seed: int) -> None:
