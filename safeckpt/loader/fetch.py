@@ -11,7 +11,7 @@ import copy
 import itertools
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch.utils.data import (
@@ -24,13 +24,28 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from safeckpt.loader.private_generators import find_generators, reseed
+from safeckpt.loader.digest import digest_of
+from safeckpt.loader.private_generators import find_generators, reseed, warn_of_unreachable
 from safeckpt.loader.streams import mix, restore_streams, save_streams, seed_streams
 from safeckpt.state.random_streams import GeneratorComponent
 
-__all__ = ["IterableFetch", "MapFetch", "StartWorker", "inner_loader"]
+__all__ = ["IterableFetch", "MapFetch", "Start", "StartWorker", "inner_loader"]
 
 T = TypeVar("T")
+
+END = object()  # in the place of a batch, where a stream has ended
+
+
+class Start(NamedTuple):
+    """Where a worker goes on in an iterable dataset.
+
+    Attributes:
+        record: Its record there, None at the beginning of an epoch.
+        ends: How the epoch before ended: its number, its seed and the records of all workers.
+    """
+
+    record: dict[str, Any] | None
+    ends: tuple[int, int, list[dict[str, Any]]] | None
 
 
 def _identity(batch: T) -> T:
@@ -48,12 +63,32 @@ def _draws_nothing(dataset: Any, collate_fn: Any) -> bool:
     return type(dataset) in (TensorDataset, list, tuple, range, torch.Tensor)
 
 
-class _Seeded:
-    """Runs work on seeded streams: the global ones, and the private generators found in dataset and collate_fn."""
+class Seeded:
+    """Runs work on seeded streams: the global ones, and the private generators found in dataset and collate_fn.
+
+    A generator may be made at the first read, or replaced in a worker, so they are looked for again behind the first
+    piece of work of each epoch.
+    """
 
     def __init__(self, dataset: Any, collate_fn: Any) -> None:
         self._roots = {"dataset": dataset, "collate_fn": collate_fn}
-        self._generators: dict[str, Any] | None = None  # looked for once per process: a worker has its own copies
+        self._generators: dict[str, Any] | None = None  # of this process: a worker has its own copies
+        warn_of_unreachable(self._roots)
+
+    def begin_epoch(self) -> None:
+        """Look for generators again at the next piece of work."""
+        self._generators = None
+
+    def look_again(self) -> bool:
+        """Return whether there are other generators than before; they are seeded from now on."""
+        before, self._generators = self._generators or {}, find_generators(self._roots)
+        return any(before.get(path) is not generator for path, generator in self._generators.items())
+
+    def run_repeatable(self, seed: int, work: Callable[[], T]) -> T:
+        """Return `work()`, as `run` does; done a second time when the first has made generators."""
+        first = self._generators is None
+        result = self.run(seed, work)
+        return self.run(seed, work) if first and self.look_again() else result
 
     def run(self, seed: int, work: Callable[[], T]) -> T:
         """Return `work()`; in the training process every stream is afterwards where it was before."""
@@ -93,13 +128,15 @@ class MapFetch:
         self._collate_fn = dataloader.collate_fn
         self._batched = dataloader.batch_sampler is not None
         self._seeded = (
-            None if _draws_nothing(self.dataset, self._collate_fn) else _Seeded(self.dataset, self._collate_fn)
+            None if _draws_nothing(self.dataset, self._collate_fn) else Seeded(self.dataset, self._collate_fn)
         )
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the dataset of this process, once per epoch: a persistent worker has a copy of its own."""
         if epoch != self.epoch:
             self.epoch = epoch
+            if self._seeded is not None:
+                self._seeded.begin_epoch()
             if hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(epoch)
 
@@ -109,7 +146,7 @@ class MapFetch:
             self.set_epoch(epoch)
         if self._seeded is None:
             return number, self._batch(index)
-        return number, self._seeded.run(seed, lambda: self._batch(index))
+        return number, self._seeded.run_repeatable(seed, lambda: self._batch(index))
 
     def _batch(self, index: Any) -> Any:
         if not self._batched:
@@ -122,9 +159,13 @@ class IterableFetch:
     """Draws from an iterable dataset, which every worker iterates for itself.
 
     Task: (run, epoch, seed, start), or None for a turn that is passed over. `start` is None in the middle of a run
-    and at an epoch's ordinary start, else where this worker goes on: {"drawn": its batches, "state": its dataset's,
-    "ended": whether that was all}. Result: (worker, the same for after this batch, batch), or (worker, None, None)
-    when this worker's stream has ended.
+    and where the dataset is at the epoch's start already, else a `Start`. Result: (worker, record, batch), without
+    the batch when this worker's stream has ended.
+
+    A record says where a worker is, as plain values: "drawn", its batches of this epoch; "ended", whether that was
+    all; "state", what its dataset said behind batch "at"; and "digest", of what was drawn from a dataset that says
+    nothing. A dataset may begin anew when it sees its end, so of the last batch the state before it is kept: drawing
+    on to the end from there leaves any dataset as the epoch left it.
     """
 
     def __init__(self, dataloader: DataLoader[Any]) -> None:
@@ -135,18 +176,20 @@ class IterableFetch:
         self._drop_last = dataloader.drop_last
         self._collate_fn = dataloader.collate_fn
         # A dataset that has a state_dict keeps its generators itself.
-        self._seeded = _Seeded(None if self.stateful else self.dataset, self._collate_fn)
-        self.drawn = 0
+        self._seeded = Seeded(None if self.stateful else self.dataset, self._collate_fn)
         self._run = -1
         self._iterator: Any = None
         self._unused: Any = None
+        self._used = False
         self._ended = False
+        self._differs = False
+        self._record: dict[str, Any] = {}
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the dataset of this process, once per epoch."""
         MapFetch.set_epoch(cast("MapFetch", self), epoch)  # the same two attributes, and not a MapFetch otherwise
 
-    def state(self) -> Any:
+    def _state(self) -> Any:
         """Return a copy of the dataset's state, or its iterator's, or None when neither has one."""
         if self.stateful:
             return copy.deepcopy(self.dataset.state_dict())
@@ -154,62 +197,116 @@ class IterableFetch:
             return copy.deepcopy(self._iterator.state_dict())
         return None
 
-    def __getitems__(self, task: tuple[int, int, int, dict[str, Any] | None] | None) -> Any:
+    def _early_state(self) -> Any:
+        """Return the state before anything was drawn: some datasets have one only once they are iterated."""
+        try:
+            return self._state()
+        except (AttributeError, LookupError, TypeError, ValueError, RuntimeError):
+            return None
+
+    def __getitems__(self, task: tuple[int, int, int, Start | None] | None) -> Any:
         if task is None:
             return None
         run, epoch, seed, start = task
         info = get_worker_info()
         worker = 0 if info is None else info.id
-        seed = mix(seed, worker)
         if run != self._run:
             self._run = run
-            self.set_epoch(epoch)
-            self.drawn = 0 if start is None else start["drawn"]
-            self._ended = start is not None and start["ended"]
-            self._seeded.run(mix(seed, 0), lambda: self._start(start))
-            if start is not None and start["state"] is None and not start["ended"]:
-                self._discard(seed, start["drawn"])
-        if self._ended:
-            return worker, None, None
-        self.drawn += 1
-        batch = self._seeded.run(mix(seed, self.drawn), lambda: self._batch(collate=True))
-        if batch is self:
-            return worker, None, None
-        # The state after a short batch may be that of a new beginning: the dataset has seen its end already.
-        state = None if info is None or self._ended else self.state()
-        return worker, {"drawn": self.drawn, "state": state, "ended": self._ended}, batch
+            self._start(epoch, mix(seed, worker), worker, start)
+        batch = END if self._ended else self._draw(mix(seed, worker), collate=True)
+        record = self._record | {"differs": self._differs}
+        self._differs = False
+        return (worker, record) if batch is END else (worker, record, batch)
 
-    def _start(self, start: dict[str, Any] | None) -> None:
-        if self.stateful and self._unused is None:
-            self._unused = copy.deepcopy(self.dataset.state_dict())
-        state = None if start is None or start["ended"] else start["state"]
-        if start is not None and self.stateful:
-            # With nothing to go on from, a dataset that was rewound has to begin again.
-            self.dataset.load_state_dict(copy.deepcopy(self._unused if state is None else state))
-        if self._ended:
+    def _start(self, epoch: int, seed: int, worker: int, start: Start | None) -> None:
+        """Bring the dataset to where this worker goes on."""
+        before = self._early_state() if self.stateful and not self._used else None
+        if not self._used:
+            self._unused = before
+        record = None if start is None else start.record
+        if start is not None and (record is None or (record["state"] is None and self.stateful)):
+            self._end_epoch_before(start, worker)
+        self.set_epoch(epoch)
+        self._used = True
+        if record is not None and record["ended"] and not self.stateful:
+            self._ended, self._record = True, record  # nothing of it matters any more
             return
-        self._iterator = iter(self.dataset)
-        if state is not None and not self.stateful:
-            self._iterator.load_state_dict(copy.deepcopy(state))
+        self._begin(seed, record)
+        if record is None:
+            return
+        while not self._ended and (self._record["drawn"] < record["drawn"] or record["ended"]):
+            self._draw(seed, collate=False)
+        if record["state"] is None and not record["ended"]:
+            self._differs = self._ended or self._record["digest"] != record.get("digest", self._record["digest"])
 
-    def _discard(self, seed: int, count: int) -> None:
-        """Draw batches again and throw them away: their samples are read, nothing is collated."""
-        for number in range(1, count + 1):
-            self._seeded.run(mix(seed, number), lambda: self._batch(collate=False))
+    def _end_epoch_before(self, start: Start, worker: int) -> None:
+        """Leave the dataset as the end of the epoch before left it, or as it was before it was ever iterated."""
+        if not self.stateful:
+            return
+        if start.ends is None:
+            if self._used and self._unused is not None:
+                self.dataset.load_state_dict(copy.deepcopy(self._unused))
+            return
+        epoch, seed, records = start.ends
+        record = records[worker]
+        if record["state"] is None:
+            return
+        self.set_epoch(epoch)
+        self._begin(mix(seed, worker), record)
+        while not self._ended:
+            self._draw(mix(seed, worker), collate=False)
 
-    def _batch(self, *, collate: bool) -> Any:
-        """Return the next batch, or this object itself at the end of the stream."""
+    def _begin(self, seed: int, record: dict[str, Any] | None) -> None:
+        state = None if record is None else record["state"]
+        at = 0 if record is None or state is None else record.get("at", record["drawn"])
+        self._ended = False
+
+        def begin() -> None:
+            if state is not None and self.stateful:
+                self.dataset.load_state_dict(copy.deepcopy(state))
+            self._iterator = iter(self.dataset)
+            if state is not None and not self.stateful:
+                self._iterator.load_state_dict(copy.deepcopy(state))
+
+        self._seeded.run(mix(seed, 0), begin)
+        self._record = {"drawn": at, "at": at, "state": self._early_state(), "ended": False, "digest": 0}
+        if state is not None:
+            self._record["state"] = state
+
+    def _draw(self, seed: int, *, collate: bool) -> Any:
+        """Return the next batch, or `END`, and note where that leads."""
+        record = self._record
+        drawn = record["drawn"] + 1
+        batch, sample = self._seeded.run(mix(seed, drawn), lambda: self._batch(collate=collate))
+        if drawn == 1 and not self.stateful and self._seeded.look_again():
+            self._begin(seed, None)
+            batch, sample = self._seeded.run(mix(seed, drawn), lambda: self._batch(collate=collate))
+            self._seeded.look_again()  # it may make them at every beginning
+        if batch is not END:
+            record = record | {"drawn": drawn}
+        if self._ended:
+            record = record | {"ended": True}
+        elif (state := self._state()) is not None:
+            record = record | {"state": state, "at": drawn}
+        else:
+            record = record | {"digest": mix(record["digest"], digest_of(sample))}
+        self._record = record
+        return batch
+
+    def _batch(self, *, collate: bool) -> tuple[Any, Any]:
+        """Return the next batch, or `END` at the end of the stream, and its last sample."""
         if self._batch_size is None:
-            samples = next(self._iterator, self)
-            self._ended = nothing = samples is self
+            samples = last = next(self._iterator, END)
+            self._ended = nothing = samples is END
         else:
             samples = list(itertools.islice(self._iterator, self._batch_size))
             self._ended = len(samples) < self._batch_size
             nothing = not samples or (self._ended and self._drop_last)
+            last = samples[-1] if samples else None
         if nothing:
-            return self
+            return END, None
         collate_fn: Any = self._collate_fn
-        return collate_fn(samples) if collate else None
+        return (collate_fn(samples) if collate else None), last
 
 
 class StartWorker:

@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from safeckpt.state.component import class_name
 
-__all__ = ["CONVERTIBLE", "compare", "convert", "describe_dataloader", "describe_loader", "rank_of"]
+__all__ = ["CONVERTIBLE", "compare", "convert", "describe_dataloader", "describe_loader", "length_of", "rank_of"]
 
 CONVERTIBLE = ("batch_size", "world_size")
 
@@ -38,7 +38,8 @@ _IMPLIES = {
 }
 
 
-def _length(obj: Any) -> int | None:
+def length_of(obj: Any) -> int | None:
+    """Return `len(obj)`, None where there is none."""
     try:
         return len(obj)
     except (TypeError, NotImplementedError):  # no __len__, or one that says it does not know
@@ -68,19 +69,19 @@ def describe_dataloader(dataloader: DataLoader[Any], chain: list[Any]) -> dict[s
     }
     world = next((s.num_replicas for s in chain if type(getattr(s, "num_replicas", None)) is int), _distributed()[0])
     return {
-        "dataset_length": _length(dataloader.dataset),
+        "dataset_length": length_of(dataloader.dataset),
         "batch_size": getattr(outer, "batch_size", dataloader.batch_size),
         "drop_last": getattr(outer, "drop_last", dataloader.drop_last),
         "sampler": " of ".join(class_name(sampler) for sampler in chain),
         "sampler_options": options,
-        "epoch_samples": _length(chain[-1]) if chain else None,
+        "epoch_samples": length_of(chain[-1]) if chain else None,
         "world_size": world,
     }
 
 
 def describe_loader(loader: Any) -> dict[str, Any]:
     """Return the inputs of a loader that keeps its own position."""
-    return {"loader": class_name(loader), "batches": _length(loader)}
+    return {"loader": class_name(loader), "batches": length_of(loader)}
 
 
 def compare(saved: dict[str, Any], live: dict[str, Any], allowed: Collection[str] = ()) -> list[str]:

@@ -133,7 +133,7 @@ class Capturer:
         """Let go of the optimizers that are watched."""
         self._gradients.close()
 
-    def end_loader_step(self, step: int | None) -> None:
+    def end_loader_step(self, step: int) -> None:
         """Let the loaders know which of their batches belong to the steps that have ended.
 
         Args:
@@ -151,7 +151,8 @@ class Capturer:
         elif sys.exception() is not None and any(loader.since_step for loader in self._loaders):
             return {}  # an interrupted step: its batches come again, and their gradients with them
         elif gradients:
-            self.end_loader_step(None)  # between two micro-steps: the batches of these gradients are behind
+            for loader in self._loaders:  # between two micro-steps: the batches of these gradients are trained
+                loader.end_micro_step()
         return gradients
 
     def _captured_gradients(self) -> Mapping[str, torch.Tensor]:

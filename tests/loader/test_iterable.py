@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import logging
+import random
+import warnings
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from safeckpt.errors import StateMismatchError
+from safeckpt.errors import StateMismatchError, UncapturedStateWarning
 from safeckpt.loader import ResumableLoader
 from tests.loader.runs import resumed, straight
 from tests.loader.workloads import StatefulStream, Stream, collate, convert
@@ -110,6 +112,7 @@ def test_stream_left_by_break_begins_anew(kind, options):
     for _ in loader:
         if loader.batch == 2:
             break
+    loader.end_epoch()
     state = loader.state_dict()
     assert (state["epoch"], state["batch"]) == (1, 0)
     rest = list(loader)
@@ -212,3 +215,140 @@ def test_stream_that_lost_its_state_dict_is_refused():
     loader = ResumableLoader(make(Stream, "no workers"))
     with pytest.raises(StateMismatchError, match="which has no load_state_dict now"):
         loader.load_state_dict(run.states[0, 2])
+
+
+class Passes(IterableDataset):
+    """Counts its passes, which make its samples, and says so: `style` is what happens to the place at the end."""
+
+    def __init__(self, style):
+        self.style = style
+        self.at, self.passes, self.resume = 0, 0, None
+
+    def __iter__(self):
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        if self.style == "keeps its place":
+            self.at, self.resume = self.resume or 0, None
+        mine = range(worker, 11, workers)
+        while self.at < len(mine):
+            self.at += 1
+            yield [float(mine[self.at - 1] + 100 * self.passes), random.random()]
+        self.passes += 1
+        if self.style == "resets its place":
+            self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at, "passes": self.passes}
+
+    def load_state_dict(self, state):
+        self.at = self.resume = state["at"]
+        self.passes = state["passes"]
+
+
+class LateState(Passes):
+    """Has a state only once it is iterated."""
+
+    def __iter__(self):
+        self.begun = True
+        yield from super().__iter__()
+
+    def state_dict(self):
+        assert self.style
+        return {"at": self.at, "passes": self.passes, "begun": self.begun}
+
+
+def passes(style, kind=Passes, size=3, **options):
+    return DataLoader(kind(style), batch_size=size, collate_fn=list, **options)
+
+
+@pytest.mark.parametrize("style", ["resets its place", "keeps its place"])
+@pytest.mark.parametrize("kind", [Passes, LateState])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"size": 11}, {"size": 1}, {"num_workers": 2}, {"num_workers": 3, "persistent_workers": True}],
+    ids=["0", "0, one batch", "0, no short batch", "2", "3 persistent"],
+)
+def test_state_that_lives_across_epochs_comes_back(style, kind, options):
+    """Between two epochs and within them, what the dataset says at the end of an epoch is where the next begins."""
+    make = functools.partial(passes, style, kind, **options)
+    run = straight(make)
+    numbers = [sorted(row[0] for batch in batches for row in batch) for batches in run.batches]
+    assert numbers == [[float(index + 100 * epoch) for index in range(11)] for epoch in range(3)]
+    batches = len(run.batches[0])
+    for position in [(0, 0), (0, 1), (0, batches), (1, 0), (1, 1), (1, batches - 1), (1, batches), (2, 0), (2, 1)]:
+        if position in run.states:
+            assert resumed(make, run.states[position]) == run.rest(position), position
+
+
+def test_workers_that_live_on_and_those_that_do_not_give_the_same_epochs():
+    """What a dataset carries from epoch to epoch does not depend on how long its workers live."""
+    runs = [
+        straight(functools.partial(passes, "resets its place", num_workers=2, persistent_workers=persistent)).batches
+        for persistent in (False, True)
+    ]
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("kind", [Passes, LateState])
+def test_stream_with_a_state_across_epochs_is_rewound(kind):
+    """Going back to any epoch within the process brings its samples, the first epoch's as well."""
+    make = functools.partial(passes, "resets its place", kind)
+    run = straight(make)
+    loader = ResumableLoader(make(), seed=1)
+    list(loader)
+    for target in [(1, 2), (2, 0), (1, 0), (0, 2)]:
+        loader.load_state_dict(run.states[target])
+        assert [list(loader) for _ in loader.epochs(3)] == run.rest(target)
+
+
+class Buffered(IterableDataset):
+    """Shuffles through a buffer with a generator that nobody can reach."""
+
+    def __init__(self, seed):
+        self.seed = seed
+
+    def __iter__(self):
+        order = random.Random(self.seed()).sample(range(30), 30)
+        yield from ([float(index), {"text": str(index)}, torch.full((40,), float(index))] for index in order)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("other", [True, False])
+def test_samples_drawn_again_that_are_others_are_named(workers, other):
+    """A stream that gives another order when it is drawn again is a warning, with the count; the same order is none."""
+    seeds = iter([1, 2 if other else 1])
+
+    def make():
+        seed = next(seeds)
+        return DataLoader(Buffered(lambda: seed), batch_size=4, collate_fn=list, num_workers=workers)
+
+    loader = ResumableLoader(make(), seed=1)
+    it = iter(loader)
+    for _ in range(3):
+        next(it)
+    again = ResumableLoader(make())
+    again.load_state_dict(loader.state_dict())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert len(list(again)) == 5
+    found = [str(one.message) for one in caught if one.category is UncapturedStateWarning]
+    assert len(found) == int(other)
+    assert all(text.startswith("the first 3 batches of a worker's stream were drawn again") for text in found)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", [Stream, StatefulStream])
+def test_seek_in_a_stream_passes_over_its_batches(kind, workers):
+    """A run that comes from elsewhere goes on behind the batches it has seen."""
+
+    def one():
+        return ResumableLoader(DataLoader(kind(), batch_size=3, collate_fn=collate, num_workers=workers), seed=1)
+
+    whole = list(one())
+    loader = one()
+    loader.seek(0, 4)
+    assert list(loader) == whole[4:]
+    assert (loader.epoch, loader.batch) == (1, 0)
+    loader.seek(0, 40)
+    with pytest.raises(StateMismatchError, match="the position is batch 40, and the stream ends after"):
+        list(loader)

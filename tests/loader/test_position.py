@@ -66,41 +66,58 @@ def sizes_of(loader, times=3):
     return [len(list(loader)) for _ in range(times)]
 
 
-def test_break_ends_the_epoch():
-    """As with a bare DataLoader the next iteration is a whole epoch, and the state says so from the break on."""
+def test_break_ends_the_epoch_when_the_next_one_begins():
+    """As with a bare DataLoader the next iteration is a whole epoch; a state saved before it is where the loop was."""
     loader = fresh()
     for _ in loader:
-        break
-    assert position(loader) == (1, 0)
-    assert rest(loader.state_dict()) == [(1, BATCHES)]
-    assert len(list(loader)) == BATCHES
+        if loader.batch == 2:
+            break
+    assert position(loader) == (0, 2)
+    assert rest(loader.state_dict()) == [(0, 3), (1, BATCHES)]
+    it = iter(loader)
+    next(it)
+    assert position(loader) == (1, 1)
+    assert len(list(it)) == BATCHES - 1
     assert position(loader) == (2, 0)
 
 
-def test_return_and_a_dropped_iterator_end_the_epoch():
-    """Leaving by return, or taking one batch from an iterator that nobody keeps, is leaving by break."""
+def test_end_epoch_after_a_break_ends_the_epoch_at_once():
+    """A loop that is left because the epoch is over says so, and the resume begins with the next one."""
+    loader = fresh()
+    for _ in loader:
+        break
+    loader.end_epoch()
+    assert position(loader) == (1, 0)
+    assert rest(loader.state_dict()) == [(1, BATCHES)]
+    loader.end_epoch()
+    assert position(loader) == (2, 0)
+
+
+def test_return_ends_the_epoch_as_a_break_does():
+    """Leaving by return keeps the position until the next epoch begins."""
     loader = fresh()
 
     def train():
         for _ in loader:
-            return
+            if loader.batch == 2:
+                return
 
     train()
-    assert position(loader) == (1, 0)
-    next(iter(loader))
-    assert position(loader) == (2, 0)
+    assert position(loader) == (0, 2)
+    train()
+    assert position(loader) == (1, 2)
 
 
 def test_iterator_that_is_kept_keeps_the_epoch_open():
-    """As long as an iterator lives the position is inside its epoch, between its batches too."""
+    """As long as an iterator lives the position is inside its epoch, and so it is when that one is dropped."""
     loader = fresh()
     it = iter(loader)
-    next(it)
-    assert position(loader) == (0, 1)
-    assert rest(loader.state_dict()) == [(0, 4), (1, 5)]
+    next(it), next(it)
+    assert position(loader) == (0, 2)
+    assert rest(loader.state_dict()) == [(0, 3), (1, 5)]
     del it
     gc.collect()
-    assert position(loader) == (1, 0)
+    assert position(loader) == (0, 2)
 
 
 def test_iteration_without_a_batch_leaves_no_trace():
@@ -137,22 +154,11 @@ def test_state_saved_while_an_exception_is_handled_resumes_where_it_struck(error
         state = loader.state_dict()
     assert saved == [(0, 3)] * 3
     assert rest(state) == [(0, 2), (1, 5)]
-    assert position(loader) == (1, 0)  # the same process goes on as with a bare DataLoader
-    assert len(list(loader)) == BATCHES
+    assert len(list(loader)) == BATCHES  # the same process goes on as with a bare DataLoader
+    assert position(loader) == (2, 0)
 
 
-def test_break_inside_an_exception_handler_still_ends_the_epoch():
-    """An exception that was being handled before the loop began says nothing about how the loop was left."""
-    loader = fresh()
-    try:
-        raise ValueError
-    except ValueError:
-        for _ in loader:
-            break
-        assert position(loader) == (1, 0)
-
-
-def test_generator_around_the_loop_closed_by_a_break_ends_the_epoch():
+def test_generator_around_the_loop_closed_by_a_break_keeps_the_position():
     """Leaving a loop over a generator that holds the loop is a break as well, in its `finally` too."""
     loader = fresh()
     seen = []
@@ -164,18 +170,21 @@ def test_generator_around_the_loop_closed_by_a_break_ends_the_epoch():
             seen.append(position(loader))
 
     for _ in batches():
-        break
-    assert [*seen, position(loader)] == [(1, 0), (1, 0)]
+        if loader.batch == 2:
+            break
+    assert [*seen, position(loader)] == [(0, 2), (0, 2)]
 
 
 def test_older_iterator_is_refused_when_a_newer_one_has_taken_over():
-    """One loader has one position: the older iterator raises instead of handing out batches nobody counts."""
+    """One loader has one position: of two iterators in turn the older one raises, and nothing is handed out twice."""
     loader = fresh()
-    older, newer = iter(loader), iter(loader)
-    next(newer)
+    older = iter(loader)
+    next(older)
+    newer = iter(loader)
+    next(newer), next(newer)
     with pytest.raises(RuntimeError, match="a newer iteration"):
         next(older)
-    assert position(loader) == (0, 1)
+    assert position(loader) == (0, 2)
 
 
 def test_exhausted_iterator_stays_exhausted():
@@ -273,7 +282,7 @@ def test_empty_dataset_gives_empty_epochs(workers):
     loader = ResumableLoader(DataLoader([], num_workers=workers))
     assert list(loader) == []
     assert position(loader) == (1, 0)
-    assert [(epoch, list(loader)) for epoch in loader.epochs(3)] == [(1, []), (2, [])]
+    assert [(epoch, list(loader)) for epoch in loader.epochs(3)] == [(0, []), (1, []), (2, [])]
 
 
 def test_epochs_yields_every_epoch_once_whatever_its_body_does():

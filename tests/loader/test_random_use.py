@@ -33,29 +33,36 @@ def test_any_sequence_of_uses_hands_out_what_the_position_says(order, uses):
     """Taking, dropping, saving, restoring, leaving out, in one process and in new ones: never another batch."""
     loader = ResumableLoader(dataloader(order), seed=1)
     epoch, batch, left_out = 0, 0, set()
-    iterator, started = None, False  # the model: is a batch of this epoch out, from an iterator that lives?
+    # The model: where the next pass begins, how many batches of this one were asked for, None when there is none.
+    anchor, iterator, asked = (0, 0), None, None
     saved = []
     for use, argument in uses:
         if use == "next":
             for _ in range(argument):
                 if iterator is None:
                     iterator = iter(loader)
+                    if asked is not None and asked > 1:
+                        anchor, asked = (epoch + 1, 0), None
+                    elif asked is not None:
+                        asked = None  # a glance
+                if asked is None:
+                    (epoch, batch), asked = anchor, 0
+                if epoch == EPOCHS:
+                    return
                 wanted = [n for n in range(batch, len(batches(order)[epoch])) if (epoch, n) not in left_out]
                 got = next(iterator, None)
+                asked += 1
                 if not wanted:
                     assert got is None
-                    epoch, batch, iterator, started = epoch + 1, 0, None, False
+                    epoch, batch, iterator, asked = epoch + 1, 0, None, None
+                    anchor = (epoch, batch)
                 else:
                     assert got == batches(order)[epoch][wanted[0]]
-                    batch, started = wanted[0] + 1, True
+                    batch = wanted[0] + 1
                 if epoch == EPOCHS:
                     return
         elif use == "drop":
             iterator = None
-            if started:
-                epoch, batch, started = epoch + 1, 0, False
-            if epoch == EPOCHS:
-                return
         elif use == "save":
             saved.append((epoch, batch, set(left_out), through_a_file(loader.state_dict())))
         elif use == "leave out":
@@ -67,5 +74,5 @@ def test_any_sequence_of_uses_hands_out_what_the_position_says(order, uses):
             epoch, batch, left_out, state = saved[argument % len(saved)]
             left_out = {position for position in left_out if position >= (epoch, batch)}
             loader.load_state_dict(state)
-            started = False
+            anchor, asked = (epoch, batch), None
         assert (loader.epoch, loader.batch) == (epoch, batch)
