@@ -134,11 +134,7 @@ class Capturer:
         self._gradients.close()
 
     def end_loader_step(self, step: int) -> None:
-        """Let the loaders know which of their batches belong to the steps that have ended.
-
-        Args:
-            step: The step that ends; None between two micro-steps.
-        """
+        """Let the loaders know that a step has ended: the batches handed out until now belong to it."""
         for loader in self._loaders:
             loader.end_step(step)
 
