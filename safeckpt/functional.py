@@ -9,10 +9,8 @@ from typing import IO, Any
 
 import torch
 
-from safeckpt import file as _file
-from safeckpt.distributed import whole
 from safeckpt.errors import NonFiniteError
-from safeckpt.file import FileReport
+from safeckpt.file import CheckpointFile, FileReport, encode, open_checkpoint, prepare
 from safeckpt.state.guard import find_nonfinite
 from safeckpt.state.loss import Loss
 from safeckpt.store import commit, expand_user
@@ -79,7 +77,7 @@ def save(
     _refuse_nonfinite(obj, loss, allow_nonfinite, f)
     if not isinstance(f, str | os.PathLike) and not callable(getattr(f, "write", None)):
         raise TypeError(f"f must be a path or an object with write(); got {type(f).__name__}")
-    prepared = _file.prepare(_file.encode(obj), pickle_protocol=pickle_protocol)
+    prepared = prepare(encode(obj), pickle_protocol=pickle_protocol)
     if isinstance(f, str | os.PathLike):
         commit(f, prepared.write, size_bytes=prepared.size_bytes)
     else:
@@ -114,8 +112,8 @@ def load(
 ) -> Any:
     """Load what `save` or plain `torch.save` wrote, after checking every byte.
 
-    Takes `torch.load`'s place: the arguments stand where torch has them. Nothing in the file is unpickled before
-    its checksum matches, and nothing but tensors, plain values and registered types is ever built.
+    Takes `torch.load`'s place: the arguments stand where torch has them. Nothing but tensors, plain values and
+    registered types is ever built, and unless `verify=False` nothing is unpickled before the checksum matches.
 
     Args:
         f: A path, or a readable and seekable object. The directory of a sharded checkpoint comes back as the same state
@@ -146,18 +144,19 @@ def load(
             f"weights_only={weights_only!r}: a file loaded that way can run any code. Register the types you trust "
             "with torch.serialization.add_safe_globals and load with weights_only=True"
         )
-    with _file.open_checkpoint(expand_user(f)) as opened:
-        if isinstance(opened, _file.CheckpointFolder) and (
-            mmap or isinstance(map_location, dict) or callable(map_location)
-        ):
+    with open_checkpoint(expand_user(f)) as opened:
+        if isinstance(opened, CheckpointFile):
+            if verify:
+                opened.verify()
+            return opened.load(map_location, mmap=bool(mmap))
+        if mmap or isinstance(map_location, dict) or callable(map_location):
             raise ValueError(
                 "the tensors of a sharded checkpoint are put together in memory: mmap is not possible, and "
                 "map_location has to be a device"
             )
         if verify:
             opened.verify()
-        loaded = opened.load(map_location=map_location, mmap=bool(mmap))
-        return whole(loaded, opened, map_location) if isinstance(opened, _file.CheckpointFolder) else loaded
+        return opened.load_whole(map_location)
 
 
 def verify(path: str | os.PathLike[str], *, progress: Progress | None = None) -> FileReport:
@@ -180,5 +179,5 @@ def verify(path: str | os.PathLike[str], *, progress: Progress | None = None) ->
     Cost:
         Reads the file once, at the speed of the disk or of CRC-32 on a few threads. Builds no tensor.
     """
-    with _file.open_checkpoint(expand_user(path)) as opened:
+    with open_checkpoint(expand_user(path)) as opened:
         return opened.verify(progress=progress)

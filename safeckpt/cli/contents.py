@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from safeckpt.distributed import whole
 from safeckpt.file import CheckpointFolder, FileReport, open_checkpoint
 from safeckpt.proof.captured import named_values
 from safeckpt.proof.leaves import flatten
@@ -72,9 +71,7 @@ def read(path: str) -> Contents:
     """
     with open_checkpoint(path) as file:
         report = file.verify()
-        payload = file.load(map_location="cpu", mmap=True)
-        if isinstance(file, CheckpointFolder):
-            payload = whole(payload, file)
+        payload = file.load_whole() if isinstance(file, CheckpointFolder) else file.load("cpu", mmap=True)
     own = payload.get(RESERVED_KEY) if isinstance(payload, dict) else None
     if not isinstance(own, dict) or report.header is None:
         return _foreign(report, payload)

@@ -24,7 +24,6 @@ from safeckpt.distributed.shards import (
     read_shards,
     replace_local_parts,
     shards_of,
-    whole,
     write_shards,
 )
 
@@ -53,7 +52,6 @@ __all__ = [
     "replica_fingerprints",
     "replica_layouts",
     "shards_of",
-    "whole",
     "with_rank_states",
     "write_shards",
 ]

@@ -18,7 +18,7 @@ import torch
 
 from safeckpt.distributed.group import Group
 from safeckpt.errors import DamagedCheckpointError, LoadError, UnsavableStateError
-from safeckpt.file import INDEX, CheckpointFolder, ShardFile
+from safeckpt.file import SHARD_KEY, ShardFile, placeholder_of
 from safeckpt.state import RESERVED_KEY, Component
 from safeckpt.state.fsdp import reshard
 from safeckpt.state.random_streams import RngStreams
@@ -34,11 +34,8 @@ __all__ = [
     "read_shards",
     "replace_local_parts",
     "shards_of",
-    "whole",
     "write_shards",
 ]
-
-_KEY = "safeckpt.shard"
 
 ShardTensors = dict[str, torch.Tensor]  # key to tensor
 
@@ -154,7 +151,7 @@ def _without(tree: Any, keys: Mapping[int, str], shards: ShardTensors) -> Any:
                 reason="two different tensors would have this name",
                 cure="give one of the components another name.",
             )
-        return {_KEY: key, "shape": list(tensor.size()), "dtype": tensor.dtype}
+        return {SHARD_KEY: key, "shape": list(tensor.size()), "dtype": tensor.dtype}
 
     return map_tensors(tree, place_holder)
 
@@ -234,51 +231,19 @@ def _live_layouts(payload: Mapping[str, Any], components: Mapping[str, Component
     return layouts
 
 
-def whole(payload: Mapping[str, Any], folder: CheckpointFolder, device: Any = None) -> dict[str, Any]:
-    """Return a payload with every tensor whole, read by this process alone.
-
-    Args:
-        payload: What `folder.load` returned.
-        folder: The checkpoint, verified.
-        device: Where the tensors go; None for host memory.
-
-    Raises:
-        DamagedCheckpointError: A tensor is not in it, or the index claims more than is there.
-    """
-    folder.check_structure()  # which looks at the size of the files
-    here = torch.device("cpu" if device is None else device)
-    first = torch.device("meta") if here.type == "meta" else torch.device("cpu")
-    claimed = 0
-
-    def empty(_: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        nonlocal claimed
-        claimed += shape.numel() * dtype.itemsize
-        if claimed > folder.size_bytes:
-            raise DamagedCheckpointError(path=folder.path, reason="its index claims more than its files hold")
-        return torch.empty(shape, dtype=dtype, device=first)
-
-    result, shards = _placed(payload, folder.path, empty)
-    read_shards(shards, Path(folder.path), Group(), shards_of(payload))
-    moved = {id(tensor): tensor.to(here) for tensor in shards.values()}
-    return {name: map_tensors(value, lambda one: moved.get(id(one), one)) for name, value in result.items()}
-
-
 def _placed(
     payload: Mapping[str, Any], path: object, empty: Callable[[str, torch.Size, torch.dtype], torch.Tensor]
 ) -> tuple[dict[str, Any], ShardTensors]:
     """Return a payload with tensors for its place holders, and those of them that have memory."""
     shards: ShardTensors = {}
 
-    def place(holder: Any) -> Any:
-        if not isinstance(holder, dict) or _KEY not in holder:
+    def place(value: Any) -> Any:
+        holder = placeholder_of(value, path)
+        if holder is None:
             return ENTER
-        try:
-            key, shape, dtype = str(holder[_KEY]), torch.Size(holder["shape"]), holder["dtype"]
-            if key not in shards:
-                shards[key] = empty(key, shape, dtype)
-        except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-            raise DamagedCheckpointError(path=path, reason=f"a place holder is none ({error})", record=INDEX) from error
-        return shards[key]
+        if holder.key not in shards:
+            shards[holder.key] = empty(*holder)
+        return shards[holder.key]
 
     result = {name: map_tree(value, place) for name, value in payload.items()}
     return result, {key: tensor for key, tensor in shards.items() if not tensor.is_meta}

@@ -11,11 +11,10 @@ Imported only where there are shards, since the engine is large.
 from __future__ import annotations
 
 import contextlib
-import io
 import pickle
 from collections import defaultdict
 from collections.abc import Callable, Collection
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 import torch
@@ -45,11 +44,20 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from safeckpt.errors import DamagedCheckpointError
-from safeckpt.file import Part, ShardFile, encode, open_file, prepare, shard_of_bytes, source_of, write_joined
+from safeckpt.file import (
+    METADATA,
+    Part,
+    ShardFile,
+    encode,
+    open_file,
+    prepare,
+    shard_of_bytes,
+    source_of,
+    unpickle_metadata,
+    write_joined,
+)
 
 __all__ = ["ShardReader", "ShardWriter", "WriteInside", "planner_of"]
-
-_METADATA = ".metadata"  # the engine's name for it
 
 WriteInside = Callable[..., Any]  # `CheckpointDirectory.write_inside`
 
@@ -58,15 +66,9 @@ _TYPES: dict[tuple[str, str], Any] = {
     (kind.__module__, kind.__qualname__): kind
     for kind in (
         Metadata, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata, TensorProperties, MetadataIndex,
-        StorageMeta, _MEM_FORMAT_ENCODING, _StorageInfo, torch.Size,
+        StorageMeta, _MEM_FORMAT_ENCODING, _StorageInfo,
     )
 }  # fmt: skip
-_TYPES["torch.serialization", "_get_layout"] = torch.serialization._get_layout
-_TYPES["pathlib", "PosixPath"] = PurePosixPath  # in what the engine itself has written
-_FAILURES = (
-    pickle.UnpicklingError, EOFError, LookupError, ValueError, TypeError, AttributeError, RuntimeError, ArithmeticError,
-    MemoryError, NotImplementedError,
-)  # fmt: skip
 
 
 class ShardWriter(FileSystemWriter):
@@ -121,8 +123,8 @@ class ShardWriter(FileSystemWriter):
         def write(f: BinaryIO) -> None:
             f.write(data)
 
-        self._write_inside(self._place / _METADATA, write, size_bytes=len(data))
-        self.written.append(shard_of_bytes(_METADATA, data))
+        self._write_inside(self._place / METADATA, write, size_bytes=len(data))
+        self.written.append(shard_of_bytes(METADATA, data))
 
 
 def planner_of(*, drifted: bool) -> SavePlanner:
@@ -165,10 +167,12 @@ class ShardReader(FileSystemReader):
             OSError: It could not be read; kept in `error`, since the engine makes something else of it.
             DamagedCheckpointError: It cannot be read, or asks for something that no metadata holds.
         """
-        if _METADATA not in self._names:
-            self._refuse(f"its {_METADATA} does not belong to it")
+        if METADATA not in self._names:
+            self._refuse(f"its {METADATA} does not belong to it")
         try:
-            metadata = _Unpickler(self._place / _METADATA).metadata()
+            metadata = unpickle_metadata(self._place, _TYPES)
+            if type(metadata) is not Metadata or not isinstance(metadata.storage_data, dict):
+                self._refuse(f"its {METADATA} holds something else")
         except (OSError, DamagedCheckpointError) as error:
             self.error = error
             raise
@@ -187,7 +191,7 @@ class ShardReader(FileSystemReader):
             by_file.setdefault(info.relative_path, []).append((info, item))
         for name, items in by_file.items():
             if name not in self._names:
-                self._refuse(f"its {_METADATA} refers to {name!r}, which does not belong to it")
+                self._refuse(f"its {METADATA} refers to {name!r}, which does not belong to it")
             source = source_of(self._place / name)
             with contextlib.closing(source):
                 for info, item in items:
@@ -212,35 +216,3 @@ class ShardReader(FileSystemReader):
 
     def _refuse(self, reason: str) -> NoReturn:
         raise DamagedCheckpointError(path=self._place, reason=reason)
-
-
-class _Unpickler(pickle.Unpickler):
-    """Reads the engine's metadata, and builds nothing but what it consists of."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(io.BytesIO(path.read_bytes()))
-        self._path = path
-
-    def metadata(self) -> Metadata:
-        """Return what is in the file."""
-        try:
-            loaded = self.load()
-        except _FAILURES as error:
-            raise self._damaged(str(error)) from error
-        if type(loaded) is not Metadata or not isinstance(loaded.storage_data, dict):
-            raise self._damaged("it holds something else")
-        return loaded
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Return one of the known classes."""
-        found = _TYPES.get((module, name))
-        if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            found = getattr(torch, name)
-        if found is None:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is never in it")
-        return found
-
-    def _damaged(self, reason: str) -> DamagedCheckpointError:
-        return DamagedCheckpointError(
-            path=self._path.parent, reason=f"the engine's metadata cannot be read ({reason})", record=_METADATA
-        )

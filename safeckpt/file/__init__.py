@@ -7,6 +7,7 @@ from safeckpt.system.lazy import module_getattr
 if TYPE_CHECKING:
     from safeckpt.file.file_report import FileReport
     from safeckpt.file.reading.checkpoint_file import CheckpointFile, open_file, verify
+    from safeckpt.file.reading.shard_metadata import METADATA, unpickle_metadata
     from safeckpt.file.reading.sharded import (
         INDEX,
         CheckpointFolder,
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
         shard_of_bytes,
     )
     from safeckpt.file.reading.source import Part, source_of
+    from safeckpt.file.reading.whole_tensors import SHARD_KEY, placeholder_of
     from safeckpt.file.trailer import FORMAT_VERSION
     from safeckpt.file.writing.encoding import encode
     from safeckpt.file.writing.write import PreparedFile, WrittenFile, prepare, write_file, write_joined
@@ -29,17 +31,21 @@ else:
             "FORMAT_VERSION": "safeckpt.file.trailer",
             "FileReport": "safeckpt.file.file_report",
             "INDEX": "safeckpt.file.reading.sharded",
+            "METADATA": "safeckpt.file.reading.shard_metadata",
             "Part": "safeckpt.file.reading.source",
             "PreparedFile": "safeckpt.file.writing.write",
+            "SHARD_KEY": "safeckpt.file.reading.whole_tensors",
             "ShardFile": "safeckpt.file.reading.sharded",
             "WrittenFile": "safeckpt.file.writing.write",
             "encode": "safeckpt.file.writing.encoding",
             "is_folder": "safeckpt.file.reading.sharded",
             "open_checkpoint": "safeckpt.file.reading.sharded",
             "open_file": "safeckpt.file.reading.checkpoint_file",
+            "placeholder_of": "safeckpt.file.reading.whole_tensors",
             "prepare": "safeckpt.file.writing.write",
             "shard_of_bytes": "safeckpt.file.reading.sharded",
             "source_of": "safeckpt.file.reading.source",
+            "unpickle_metadata": "safeckpt.file.reading.shard_metadata",
             "verify": "safeckpt.file.reading.checkpoint_file",
             "write_file": "safeckpt.file.writing.write",
             "write_joined": "safeckpt.file.writing.write",
@@ -49,6 +55,8 @@ else:
 __all__ = [
     "FORMAT_VERSION",
     "INDEX",
+    "METADATA",
+    "SHARD_KEY",
     "CheckpointFile",
     "CheckpointFolder",
     "FileReport",
@@ -60,9 +68,11 @@ __all__ = [
     "is_folder",
     "open_checkpoint",
     "open_file",
+    "placeholder_of",
     "prepare",
     "shard_of_bytes",
     "source_of",
+    "unpickle_metadata",
     "verify",
     "write_file",
     "write_joined",

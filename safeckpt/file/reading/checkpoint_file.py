@@ -183,7 +183,7 @@ class CheckpointFile(Opened):
         chunks = [(start, min(CHUNK_BYTES, size - start)) for start in range(0, size, CHUNK_BYTES)]
         return digest_of(self._source.crcs(chunks, progress), size) == trailer.digest
 
-    def load(self, map_location: Any = None, *, mmap: bool = False) -> Any:
+    def load(self, map_location: Any = None, *, mmap: bool = False, checked: bool = False) -> Any:
         """Return the object that was saved.
 
         Nothing in the file is executed (``weights_only=True``, always). It is not verified here; after :meth:`verify`
@@ -192,12 +192,13 @@ class CheckpointFile(Opened):
         Args:
             map_location: As in ``torch.load``.
             mmap: Map the file instead of reading it; needs a file with a descriptor.
+            checked: Compare what is read with the CRC-32 of its record, as after :meth:`verify`.
 
         Raises:
             DamagedCheckpointError: It cannot be read, or has changed since it was verified.
             UntrustedTypeError: It asks for a class or function that is not allowed.
         """
-        return self._load(map_location, mmap=mmap)[0]
+        return self._load(map_location, mmap=mmap, checked=checked)[0]
 
     def load_mapped(self) -> tuple[Any, Mapped]:
         """Return the object that was saved, on the CPU and mapped to the file, and the way around the mapping.
@@ -208,7 +209,7 @@ class CheckpointFile(Opened):
         loaded, address = self._load("cpu", mmap=True)
         return loaded, Mapped(self._source, address)
 
-    def _load(self, map_location: Any, *, mmap: bool) -> tuple[Any, int | None]:
+    def _load(self, map_location: Any, *, mmap: bool, checked: bool = False) -> tuple[Any, int | None]:
         from safeckpt.file.reading.loading import load_archive  # noqa: PLC0415 - torch, which a check does without
 
-        return load_archive(self.archive(), map_location, mmap=mmap, checked=self._is_verified)
+        return load_archive(self.archive(), map_location, mmap=mmap, checked=checked or self._is_verified)

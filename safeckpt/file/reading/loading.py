@@ -55,6 +55,7 @@ def load_archive(file: Archive, map_location: Any, *, mmap: bool, checked: bool)
     """
     if skip_data_is_on():
         raise RuntimeError("inside torch.serialization.skip_data() a load would return memory that was never filled")
+    checked = checked and any(entry.crc for entry in file.entries)  # torch can be told to write none
     with no_collection():
         data, scan = read_pickle(file, checked=checked)
         _check_devices(file, scan, map_location)

@@ -19,7 +19,9 @@ from safeckpt.file.reading.opened import Opened
 from safeckpt.file.reading.source import source_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+
+    import torch
 
     from safeckpt.file.reading.mapping import Mapped
     from safeckpt.system.threads import Progress
@@ -140,6 +142,38 @@ class CheckpointFolder(Opened):
     def load_mapped(self) -> tuple[Any, Mapped]:
         """Return the index's payload, mapped to its file; see `CheckpointFile.load_mapped`."""
         return self.index.load_mapped()
+
+    def load_whole(self, map_location: str | torch.device | None = None) -> Any:
+        """Return the whole state, with every tensor put together in this process.
+
+        Args:
+            map_location: Where tensors go; None for host memory.
+
+        Raises:
+            DamagedCheckpointError: A tensor is not in it, or the index claims more than is there.
+        """
+        import torch  # noqa: PLC0415 - a check does without
+
+        from safeckpt.file.reading.whole_tensors import with_whole_tensors  # noqa: PLC0415
+
+        self.check_structure()  # which looks at the size of the files
+        device = torch.device("cpu" if map_location is None else map_location)
+        names = [name for name, *_ in self.shards()]
+        return with_whole_tensors(self.load(map_location), self._place, names, self.size_bytes, device)
+
+    def iter_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, tensor) of every tensor in the shards, whole and in host memory, one at a time.
+
+        Raises:
+            DamagedCheckpointError: One of them is not in it.
+
+        Cost:
+            Memory for one tensor; each byte of the shards is read once.
+        """
+        from safeckpt.file.reading.whole_tensors import iter_placeholders, iter_whole  # noqa: PLC0415 - torch
+
+        names = [name for name, *_ in self.shards()]
+        return iter_whole(self._place, iter_placeholders(self.load("cpu"), self._place), names)
 
     def shards(self) -> list[ShardFile]:
         """Return what the index says about the other files.

@@ -17,11 +17,11 @@ import torch
 
 from safeckpt.errors import UnsavableStateError
 from safeckpt.file.gc_pause import no_collection
+from safeckpt.file.tree_rebuild import CONTAINERS, Rebuild
 from safeckpt.file.writing.convert import EMPTY_BYTES, converted
 from safeckpt.file.writing.hints import hint_for, special_reason
 from safeckpt.file.writing.pickling import used_storages
 from safeckpt.file.writing.readability import is_allowed, parts_of, why_unreadable
-from safeckpt.file.writing.rebuild import CONTAINERS, Rebuild
 from safeckpt.file.writing.spans import StorageTypeConflictError, stored_dtype, view_of
 from safeckpt.file.writing.tensors import why_unsavable
 
