@@ -659,7 +659,7 @@ def _interrupt_everywhere(folder: str, *, to_path: bool) -> tuple[int, list[str]
     return number - 1, wrong
 
 
-@pytest.mark.parametrize("to_path", [True, False])
+@pytest.mark.parametrize("to_path", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_interrupt_at_any_line_surfaces_and_loses_nothing(memory_path: Path, to_path: bool) -> None:
     """Ctrl-C at any executed line is a KeyboardInterrupt, never an abort; the file is the old or the new one."""
     ended = children.run(_interrupt_everywhere, str(memory_path), to_path=to_path)

@@ -1,10 +1,11 @@
-"""One version: that of the package, of what is built from it, and of the newest section of the CHANGELOG."""
+"""One version of the package, of what is built from it and of the CHANGELOG; and those of what it needs."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import safeckpt
@@ -23,3 +24,13 @@ def test_newest_section_of_the_changelog_is_this_version() -> None:
     """The CHANGELOG begins with what is unreleased, followed by the section of this version."""
     sections = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert sections[:2] == ["Unreleased", safeckpt.__version__]
+
+
+def test_oldest_packages_that_are_tested_are_the_oldest_that_are_allowed() -> None:
+    """`.ci/run oldest` installs the floor of each dependency, and every dependency has one."""
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    lines = (ROOT / "tests" / "constraints-oldest.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
+    assert {name: version.removesuffix(".0").removesuffix(".*") for name, version in pinned.items()} == dict(
+        need.split(">=") for need in needed
+    )

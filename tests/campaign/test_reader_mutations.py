@@ -139,7 +139,12 @@ HOSTILE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+LONG = ("skip the depth", "skip the cost of keys")  # end at a limit of four seconds
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in HOSTILE]
+)
 def test_hostile_file_gets_in_where_its_check_is_left_out(name, monkeypatch):
     """With the check the file is refused; without it, it is loaded, or takes the process down, or all its memory."""
     make, *changes = HOSTILE[name]
@@ -174,7 +179,13 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("name", [None, *DAMAGE])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "skip the digest",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in (None, *DAMAGE) if one != "skip the digest"),
+    ],
+)
 def test_damage_gets_in_where_its_check_is_left_out(name, monkeypatch, tmp_path):
     """A few hundred flipped bits are enough to see it."""
     outcome = Outcome("", figures={"harmless": 0})

@@ -276,6 +276,8 @@ CHECKS: dict[str, Callable[[], Outcome]] = {
     "long run": lambda: run("long_run", "fast", SEED),
 }
 
+QUICK = "power lost after the directory's sync"  # in a plain run; the others are slow
+
 # What is broken, which check finds it, and what that says.
 MUTATIONS: list[tuple[Callable[[], None], str, str]] = [
     (_skip_file_sync, "power lost after the directory's sync", "was passed over"),
@@ -316,8 +318,12 @@ def _checked(mutation: Callable[[], None] | None, check: str) -> Outcome:
 
 @pytest.mark.parametrize(
     ("mutation", "check", "finding"),
-    MUTATIONS,
-    ids=[f"{mutation.__name__.strip('_')}, {check}" for mutation, check, _ in MUTATIONS],
+    [
+        pytest.param(
+            *row, marks=[] if row[1] == QUICK else pytest.mark.slow, id=f"{row[0].__name__.strip('_')}, {row[1]}"
+        )
+        for row in MUTATIONS
+    ],
 )
 def test_broken_protocol_is_found(mutation: Callable[[], None], check: str, finding: str) -> None:
     """The check that is there for a break of the protocol finds it, and says what was lost."""
@@ -326,7 +332,9 @@ def test_broken_protocol_is_found(mutation: Callable[[], None], check: str, find
     assert re.search(finding, found), found
 
 
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize(
+    "check", [QUICK, *(pytest.param(one, marks=pytest.mark.slow) for one in CHECKS if one != QUICK)]
+)
 def test_protocol_as_it_is_passes_each_check(check: str) -> None:
     """Nothing is found where nothing is broken."""
     outcome = alone(_checked, None, check)

@@ -30,7 +30,9 @@ def _die(name: str, path: Path, number: int, when: str) -> None:
         scenario.run(manager, run)
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize(
+    "name", ["first", *(pytest.param(name, marks=pytest.mark.slow) for name in SCENARIOS if name != "first")]
+)
 def test_kill_at_any_operation_leaves_the_old_state_or_the_new(memory_path: Path, name: str) -> None:
     """SIGKILL before any operation (after the one before it) and after the last: the next process goes on.
 
@@ -161,9 +163,9 @@ def _interrupt_lines(path: Path, part: str, stride: int) -> tuple[int, list[str]
 @pytest.mark.parametrize(
     ("part", "stride"),
     [
-        ("run", 1),
+        pytest.param("run", 7, marks=pytest.mark.slow),
         ("store", 11),
-        ("state", 997),
+        pytest.param("state", 997, marks=pytest.mark.slow),
         pytest.param("", 1, marks=[pytest.mark.campaign, pytest.mark.timeout(7200)]),
     ],
 )
@@ -258,6 +260,7 @@ def _kill_at_random(path: Path, rounds: int, seed: int) -> dict[str, int]:
     return traces
 
 
+@pytest.mark.slow
 def test_kill_at_random_moments_loses_nothing(tmp_path: Path) -> None:
     """Thirty times SIGKILL at some moment: what was acknowledged is there, nothing is half, every process goes on."""
     _kill_at_random(tmp_path, 30, seed=1)

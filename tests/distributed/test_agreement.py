@@ -23,10 +23,9 @@ ONLY: dict[Kind, tuple[str, ...]] = {
     ),
     "fsdp": ("disk_full_on_rank_1",),
 }
-KINDS: tuple[Kind, ...] = ("ddp", "fsdp")
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def kind(request: pytest.FixtureRequest) -> Kind:
     return request.param
 

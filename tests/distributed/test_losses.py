@@ -101,7 +101,14 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize("case", [*CASES, *(pytest.param(one, marks=pytest.mark.campaign) for one in MORE)])
+@pytest.mark.parametrize(
+    "case",
+    [
+        CASES[0],
+        *(pytest.param(one, marks=pytest.mark.slow) for one in CASES[1:]),
+        *(pytest.param(one, marks=pytest.mark.campaign) for one in MORE),
+    ],
+)
 def test_lost_rank_leaves_the_checkpoint_before(tmp_path: Path, case: Case) -> None:
     """The survivor gets a RankLostError within the timeout; a new group restores the newest commit and saves on."""
     kind, victim, options, fault, newest = case
@@ -139,6 +146,7 @@ def _never_comes(path: Path) -> Any:
     return found
 
 
+@pytest.mark.slow
 def test_rank_that_never_saves_is_no_hang(tmp_path: Path) -> None:
     """A rank that is not there for the first save at all: an error in bounded time."""
     found, _ = groups.results(2, _never_comes, tmp_path)

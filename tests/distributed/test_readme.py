@@ -8,11 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import safeckpt
 
 PAGE = Path(__file__).parents[2] / ".readme" / "distributed.md"
 
 
+@pytest.mark.slow
 def test_the_script_of_the_page_trains_and_resumes(tmp_path: Path) -> None:
     """Two ranks train, and a second start goes on and ends at the same step."""
     (block,) = re.findall(r"^```py\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)

@@ -41,7 +41,7 @@ def _second_half(path: Path, kind: Kind, stop: int, options: dict[str, Any]) -> 
     ("kind", "options"),
     [
         ("ddp", {}),
-        ("fsdp", {"async_save": True}),
+        pytest.param("fsdp", {"async_save": True}, marks=pytest.mark.slow),
         pytest.param("ddp", {"async_save": True}, marks=pytest.mark.campaign),
         pytest.param("fsdp", {}, marks=pytest.mark.campaign),
     ],
@@ -70,6 +70,7 @@ def _elsewhere(path: Path, kind: Kind) -> Any:
     return run.full_state(), kept, (run.loader.epoch, run.loader.batch), texts, run.counters["rank"]
 
 
+@pytest.mark.slow
 def test_group_of_another_size_has_the_same_model_and_sample(tmp_path: Path) -> None:
     """Two ranks' file in four and in one: the state exact, the loader at its sample, each stream accounted for."""
     (_, state), _ = groups.results(2, _first_half, tmp_path, "ddp", 8, {})

@@ -97,6 +97,7 @@ def _swap(one: Path, other: Path) -> None:
     other.write_bytes(first)
 
 
+@pytest.mark.slow
 def test_damage_to_any_file_is_found_and_walked_back_over(fsdp2: tuple[Path, list[Any]], tmp_path: Path) -> None:
     """A shard, the engine's metadata or the index cut, flipped, swapped or missing: the step before is restored."""
     for name, harm in DAMAGE.items():
@@ -131,6 +132,7 @@ def _moved(path: Path, kind: Kind, source: str) -> Any:
     return state, own, position, lr, texts, dict(run.counters)
 
 
+@pytest.mark.slow
 def test_two_ranks_then_four_then_one_have_equal_full_states(tmp_path: Path) -> None:
     """Resharded by the engine: model, optimizer, schedule exact, the loader at the same sample, the rest named."""
     (first, _), _ = groups.results(2, _train_and_save, tmp_path, "fsdp", (1, 2))
@@ -153,6 +155,7 @@ def test_two_ranks_then_four_then_one_have_equal_full_states(tmp_path: Path) -> 
         assert "-> 1 (the random streams of" in texts[0]
 
 
+@pytest.mark.slow
 def test_mesh_of_two_by_two_resumes_bit_for_bit(tmp_path: Path) -> None:
     """FSDP over tensor parallel: four ranks, each with its quarter, go on as if they had never stopped."""
     straight = groups.results(4, _straight_2d, tmp_path, 6)

@@ -112,6 +112,7 @@ def _failed(path: Path, kind: Kind, number: int) -> list[Any]:
     return [*found, left]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [errno.ENOSPC, pytest.param(errno.EIO, marks=pytest.mark.campaign)])
 def test_any_operation_that_fails_leaves_the_checkpoint_before(tmp_path: Path, number: int) -> None:
     """On either rank: both raise with errno, or both have saved; the next save works; nothing is left behind."""

@@ -36,6 +36,7 @@ def _killed(path: Path, kind: Kind, size: int, stop: int, plan: list[Any], **opt
     assert len(attempts) == len(plan) + 1, "not every kill has happened"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "plan"),
     [

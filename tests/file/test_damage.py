@@ -41,6 +41,7 @@ def assert_damaged(data):
     return caught.value
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_of_a_small_file_is_found():
     """All of about 80,000 single-bit flips raise, and the undamaged bytes pass before and after."""
     verify(io.BytesIO(SMALL))

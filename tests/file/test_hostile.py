@@ -324,6 +324,7 @@ for path in sys.argv[2:]:
 """
 
 
+@pytest.mark.slow
 def test_hostile_files_are_refused_within_a_limit_of_memory(tmp_path):
     """In a process that may use little more memory than torch itself, every file is refused and none kills it."""
     paths = []

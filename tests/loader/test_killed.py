@@ -35,8 +35,12 @@ def straight(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("before", "after", "persistent", "orders"),
-    [(0, 0, False, ORDERS), (4, 1, False, FEW), (1, 4, True, FEW), (4, 0, True, FEW[:1])],
-    ids=["0 to 0 workers", "4 to 1 workers", "1 to 4 persistent workers", "4 persistent to 0 workers"],
+    [
+        pytest.param(0, 0, False, ORDERS, id="0 to 0 workers"),
+        pytest.param(4, 1, False, FEW, id="4 to 1 workers", marks=pytest.mark.slow),
+        pytest.param(1, 4, True, FEW, id="1 to 4 persistent workers", marks=pytest.mark.slow),
+        pytest.param(4, 0, True, FEW[:1], id="4 persistent to 0 workers", marks=pytest.mark.slow),
+    ],
 )
 def test_killed_run_sees_the_batches_and_losses_of_the_uninterrupted_one(  # noqa: PLR0917 - pytest passes them by name
     before, after, persistent, orders, straight, tmp_path

@@ -78,6 +78,7 @@ def test_each_run_has_a_process_of_its_own(tmp_path: Path, capfd: pytest.Capture
     assert capfd.readouterr().out == ""
 
 
+@pytest.mark.slow
 def test_script_with_a_guard_is_proven_in_fresh_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Functions of `__main__` are found in a new process too, where a global counter starts over and is named."""
     path = tmp_path / "train.py"
@@ -110,6 +111,7 @@ def test_error_in_a_process_is_raised_here_with_its_traceback(tmp_path: Path) ->
     assert "failing_step" in note
 
 
+@pytest.mark.slow
 def test_process_that_dies_is_an_error_with_its_last_words(tmp_path: Path) -> None:
     """A process that is ended from outside proves nothing, and the error says how it ended."""
     with pytest.raises(safeckpt.ProofError, match="a last word") as caught:

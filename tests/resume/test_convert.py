@@ -72,7 +72,7 @@ def finished(name: str, directory: Path, *kills: int) -> tuple[Any, dict[str, An
     return ended.value, safeckpt.load(newest.path)
 
 
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name", [LOOPS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in LOOPS[1:])])
 def test_loop_of_the_page_killed_twice_ends_bit_equal(name: str, memory_path: Path) -> None:
     """The last checkpoint, and what the loop returned, are those of the run that nothing stopped."""
     result, state = finished(name, memory_path / "straight")

@@ -14,7 +14,12 @@ KILLS = 20
 
 
 @pytest.mark.parametrize(
-    ("workers", "async_save"), [(0, False), (2, False), (0, True)], ids=["0 workers", "2 workers", "async"]
+    ("workers", "async_save"),
+    [
+        pytest.param(0, False, id="0 workers"),
+        pytest.param(2, False, id="2 workers", marks=pytest.mark.slow),
+        pytest.param(0, True, id="async", marks=pytest.mark.slow),
+    ],
 )
 def test_digits_killed_twenty_times_end_bit_equal(tmp_path, workers, async_save):
     """Every loss and the final state of a run killed at twenty random moments equal those of the run never killed."""

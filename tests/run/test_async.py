@@ -322,6 +322,7 @@ def test_interpreter_that_exits_finishes_the_write(tmp_path: Path) -> None:
     assert temps_in(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_write_that_fails_while_the_interpreter_exits_is_reported(tmp_path: Path) -> None:
     """Nobody can be handed the error any more, so it is on the standard error stream; no part of a file is left."""
     done = _script(tmp_path, "raise OSError(5, 'Input/output error')")

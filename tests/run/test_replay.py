@@ -462,6 +462,7 @@ def killed_at_random(path: Path, data: Path, kills: int, seed: int) -> tuple[dic
     return losses, reports
 
 
+@pytest.mark.slow
 def test_digits_run_killed_at_random_is_verified_at_every_restart(memory_path: Path, data: Path) -> None:
     """Every one of twenty restarts of a real run replays losses that are on record, and all of them are equal."""
     kills = 20

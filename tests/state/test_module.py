@@ -451,6 +451,7 @@ DDP = """
 """
 
 
+@pytest.mark.slow
 def test_distributed_wrapper_is_taken_off_and_put_on(tmp_path):
     """A model under DistributedDataParallel and a plain one restore each other, and go on with the same bits."""
     script = [sys.executable, "-W", "error::UserWarning:safeckpt", "-c", textwrap.dedent(DDP), str(tmp_path)]
