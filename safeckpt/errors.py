@@ -32,6 +32,7 @@
     `- DurabilityUnknownError       (+ OSError)              .step; committed, but a power loss may undo it
     SafeckptWarning(UserWarning)
     |- SkippedCheckpointWarning         a file that is not good was skipped
+    |- ComponentChangedWarning          a component is built differently than in the run that saved
     |- EnvironmentChangedWarning        bits may differ from those of the run that saved
     |- UncapturedStateWarning           the checkpoint lacks state that training depends on
     |- HyperparameterReplacedWarning    the value in the file replaced that of the script
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CheckpointNotFoundError",
+    "ComponentChangedWarning",
     "ComponentMismatchError",
     "DamagedCheckpointError",
     "DirectoryInUseError",
@@ -696,6 +698,10 @@ class SafeckptWarning(UserWarning):
 
 class SkippedCheckpointWarning(SafeckptWarning):
     """A file that is not good was skipped."""
+
+
+class ComponentChangedWarning(SafeckptWarning):
+    """A component is built differently than in the run that saved, and every tensor fits: a class has a new name."""
 
 
 class EnvironmentChangedWarning(SafeckptWarning):

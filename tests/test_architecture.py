@@ -135,7 +135,7 @@ def test_public_names_are_pinned():
         "HyperparameterReplacedWarning", "ReplayMismatchWarning",
         "GroupError", "RankLostError", "RankFailedError", "DirectoryNotSharedError", "ReplicaDriftError",
         "RanksDisagreeError", "GroupDestroyedError",
-        "ReplicaDriftWarning",
+        "ReplicaDriftWarning", "ComponentChangedWarning",
     }  # fmt: skip
     assert set(safeckpt.__all__) == contract
 

@@ -31,6 +31,7 @@ from safeckpt.distributed import (
 )
 from safeckpt.errors import (
     CheckpointNotFoundError,
+    ComponentChangedWarning,
     DamagedCheckpointError,
     DirectoryNotSharedError,
     EnvironmentChangedWarning,
@@ -318,8 +319,13 @@ class Restorer:
 
     def _apply(self, validated: Plan) -> None:
         self._run.timeline.begin_restore()
-        with torch.inference_mode(mode=False):  # in which nothing can be copied into ordinary tensors
-            validated.apply()
+        try:
+            with torch.inference_mode(mode=False):  # in which nothing can be copied into ordinary tensors
+                validated.apply()
+        except BaseException:
+            if not validated.mixed and self._run.group.size == 1:  # another rank may have the new state
+                self._run.timeline.restore_undone()
+            raise
 
     def apply_memory(self, copy: MemoryCopy | None) -> Restored | None:
         """Apply the copy that an asynchronous save left, when it is of the newest checkpoint and that is on disk."""
@@ -349,6 +355,11 @@ class Restorer:
             warn_caller(
                 f"The checkpoint's hyper-parameters replaced those of the script (live -> saved):\n  {text}\n{advice}",
                 HyperparameterReplacedWarning,
+            )
+        if applied.notices:
+            text = "\n  ".join(applied.notices)
+            warn_caller(
+                f"The objects are built differently than in the run that saved:\n  {text}", ComponentChangedWarning
             )
         if applied.environment:
             text = "\n  ".join(applied.environment)

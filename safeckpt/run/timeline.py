@@ -125,6 +125,10 @@ class Timeline:
         """Note that objects are being changed: until `restored_to` they may be a mixture of two states."""
         self._is_mixture = True
 
+    def restore_undone(self) -> None:
+        """Note that a restore failed and every object has its state from before."""
+        self._is_mixture = False
+
     def restored_to(self, checkpoint: Checkpoint, known_steps: Collection[int]) -> None:
         """Go on from a checkpoint that was restored whole.
 

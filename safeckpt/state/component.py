@@ -17,7 +17,7 @@ from safeckpt.state.guard import Guard, guarded_tensors
 from safeckpt.state.transfer import Transfer
 from safeckpt.state.tree import detached
 
-__all__ = ["Captured", "Component", "Order", "class_name"]
+__all__ = ["Captured", "Component", "Order", "class_name", "is_library_code"]
 
 
 class Order:
@@ -53,6 +53,12 @@ def class_name(obj: object) -> str:
     return kind.__qualname__
 
 
+def is_library_code(kind: type, method: str) -> bool:
+    """Return whether a method of a class is torch's, NumPy's or safeckpt's."""
+    module = getattr(getattr(kind, method, None), "__module__", None) or ""
+    return module.partition(".")[0] in ("torch", "numpy", "safeckpt")
+
+
 class Component:
     """A named live object. Subclasses say how its kind is captured, checked and applied.
 
@@ -77,12 +83,30 @@ class Component:
 
     def check(self, captured: Captured) -> list[str]:
         """Return what keeps `captured` from being applied, one sentence each. Changes nothing."""
+        difference = self._class_difference(captured)
+        return [] if difference is None or self._was_renamed(captured) else [difference]
+
+    def notices(self, captured: Captured) -> list[str]:
+        """Return differences that do not keep `captured` from being applied, one sentence each."""
+        difference = self._class_difference(captured)
+        return [difference] if difference is not None and self._was_renamed(captured) else []
+
+    def _class_difference(self, captured: Captured) -> str | None:
         saved, live = captured.record.get("class"), class_name(self.obj)
-        return [] if saved == live else [f"{self.name}: saved from a {saved}, the live one is a {live}"]
+        return None if saved == live else f"{self.name}: saved class {saved}, live class {live}"
+
+    def _was_renamed(self, captured: Captured) -> bool:
+        """Return whether the two classes may be one of the user's that has a new name."""
+        return False
 
     def apply(self, captured: Captured) -> None:
         """Put `captured` into the live object, which keeps no alias of it."""
         raise NotImplementedError
+
+    @property
+    def loads_by_own_code(self) -> bool:
+        """Whether code that is neither torch's nor safeckpt's takes part in `apply`, and may fail half-way."""
+        return not is_library_code(type(self.obj), "load_state_dict")
 
     def replaced(self, captured: Captured) -> list[str]:
         """Return the hyper-parameters in which file and script disagree: `name: live value -> saved value`."""

@@ -9,25 +9,30 @@ from typing import Any
 import torch
 from torch import nn
 
+from safeckpt.errors import UnsavableStateError
 from safeckpt.state.component import Captured, Component, Order, class_name
+from safeckpt.state.fill import cannot_fill, fill_special, is_special
 from safeckpt.state.guard import Guard, guarded_tensors
 from safeckpt.state.tree import copy_tree, join
-from safeckpt.system.tensor_kind import has_own_copies, is_plain
+from safeckpt.system.tensor_kind import TensorKind, has_own_copies, is_plain, kind_of
 
 __all__ = ["ModuleComponent", "clean_modules", "unwrap"]
 
 _EXTRA_STATE = "_extra_state"  # the last part of a key that holds what get_extra_state() returned
 # Attributes in which torch.compile's and activation checkpointing's wrappers hold the module; both classes are private.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+_NORMS = frozenset({"SyncBatchNorm", "BatchNorm1d", "BatchNorm2d", "BatchNorm3d"})
 
 
 def _wrapped(module: nn.Module) -> tuple[str, nn.Module] | None:
     """Return (attribute, inner module) of a wrapper that adds a prefix to every name, None for a real module."""
     if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
         return "module", module.module
+    children = module._modules
     for attribute in _WRAPPERS:
-        inner = module._modules.get(attribute)
-        if inner is not None and len(module._modules) == 1:
+        # A ScriptModule's mapping of children has no get().
+        if len(children) == 1 and attribute in children and (inner := children[attribute]) is not None:
             return attribute, inner
     return None
 
@@ -98,6 +103,13 @@ class ModuleComponent(Component):
         raw = self.obj.state_dict()
         state: OrderedDict[str, Any] = OrderedDict()
         for key, value in raw.items():
+            if isinstance(value, torch.Tensor) and kind_of(value) is TensorKind.NESTED:
+                raise UnsavableStateError(
+                    location=join(self.name, _clean_key(key, modules)),
+                    type_name="nested tensor in a module",
+                    reason="load_state_dict of torch cannot load it",
+                    cure="keep its values and its lengths as two buffers.",
+                )
             # Torch has detached nearly all of them. A lazy parameter has no values to detach; it is refused by name
             # when the payload is encoded.
             attached = isinstance(value, torch.Tensor) and (value.requires_grad or isinstance(value, nn.Parameter))
@@ -118,43 +130,93 @@ class ModuleComponent(Component):
         """Compare names, shapes, dtypes and classes of both sides."""
         live = self.capture()
         found = self._one_sided(captured.state, live.state)
+        own = self._own_tensors()
+        modules = clean_modules(self.obj)
+        sized = {_clean_key(key, modules) for key in _sized_by_data(self.obj)}
+        raw = {_clean_key(key, modules): key for key in own}
         for key, value in live.state.items():
-            if key in captured.state:
-                found += _unlike(join(self.name, key), captured.state[key], value)
-        strangers = self._one_sided(captured.record["requires_grad"], live.record["requires_grad"])
-        found += [difference for difference in strangers if difference not in found]
+            if key in captured.state and not (key in sized and isinstance(captured.state[key], torch.Tensor)):
+                where = join(self.name, key)
+                different = list(_unlike(where, captured.state[key], value))
+                if not different and key in raw and isinstance(captured.state[key], torch.Tensor):
+                    different = [f"{where}: {why}" for why in cannot_fill(own[raw[key]], captured.state[key])]
+                found += different
+        unknown = self._one_sided(captured.record["requires_grad"], live.record["requires_grad"])
+        found += [difference for difference in unknown if difference not in found]
+        found += [
+            f"{join(self.name, key)}: in its state_dict, and load_state_dict does not know it"
+            for key in self._unknown()
+        ]
         return found + self._check_classes(captured.record["classes"], live.record["classes"], found)
+
+    def notices(self, captured: Captured) -> list[str]:
+        """Return renamed classes and the like: differences with which every tensor still fits."""
+        saved, live = captured.record["classes"], self.capture().record["classes"]
+        return [text for text, refused in self._class_differences(saved, live) if not refused]
 
     def _one_sided(self, saved: Mapping[str, Any], live: Mapping[str, Any]) -> list[str]:
         found = [f"{join(self.name, key)}: not in the checkpoint" for key in live if key not in saved]
         return found + [f"{join(self.name, key)}: only in the checkpoint" for key in saved if key not in live]
 
     def _check_classes(self, saved: Mapping[str, str], live: Mapping[str, str], known: list[str]) -> list[str]:
-        """Compare the submodules: a dropout or an activation has no weights, and makes another run all the same."""
-        found = []
+        """Compare the submodules: a dropout or an activation has no weights, and makes a different run."""
+        differences = [text for text, refused in self._class_differences(saved, live) if refused]
+        paths = {text: text.partition(": ")[0] for text in differences}
+        return [text for text in differences if not any(one.startswith(f"{paths[text]}.") for one in known)]
+
+    def _class_differences(self, saved: Mapping[str, str], live: Mapping[str, str]) -> Iterator[tuple[str, bool]]:
+        """Yield (difference, whether it is refused) of the classes of submodules."""
         for path in dict.fromkeys([*live, *saved]):
             where = join(self.name, path)
-            if path in saved and path in live:
-                if saved[path] != live[path]:
-                    found.append(f"{where}: saved from a {saved[path]}, the live one is a {live[path]}")
-            elif not any(difference.startswith(f"{where}.") for difference in known):
-                side = f"the checkpoint has no such {live[path]}" if path in live else f"no such {saved[path]} now"
-                found.append(f"{where}: {side}")
-        return found
+            before, now = saved.get(path), live.get(path)
+            if before is None or now is None:
+                side = f"the checkpoint has no such {now}" if before is None else f"no such {before} now"
+                yield f"{where}: {side}", (now or before) != "Identity"
+            elif before != now:
+                yield f"{where}: saved class {before}, live class {now}", not _may_be_renamed(before, now)
+
+    @property
+    def loads_by_own_code(self) -> bool:
+        """Whether code of the user's, or a tensor that is not plain, decides how the state is loaded."""
+        return (
+            not self._loads_as_torch_does()
+            or any(module._load_state_dict_post_hooks for module in self.obj.modules())
+            or any(type(module).set_extra_state is not nn.Module.set_extra_state for module in self.obj.modules())
+            or bool(_self_loading(self.obj))
+            or not all(_is_ordinary(tensor) for tensor in self._own_tensors().values())
+        )
+
+    def _unknown(self) -> list[str]:
+        """Return the keys of the `state_dict` that torch's loading would stumble over."""
+        if not self._loads_as_torch_does() or _self_loading(self.obj):
+            return []
+        known = self._own_tensors().keys() | {
+            join(path, _EXTRA_STATE)
+            for path, inner in self.obj.named_modules(remove_duplicate=False)
+            if type(inner).get_extra_state is not nn.Module.get_extra_state
+        }
+        return [key for key in self.obj.state_dict() if key not in known]
+
+    def _own_tensors(self) -> dict[str, torch.Tensor]:
+        own: dict[str, torch.Tensor] = dict(self.obj.named_parameters(remove_duplicate=False))
+        own.update(self.obj.named_buffers(remove_duplicate=False))
+        return own
 
     def apply(self, captured: Captured) -> None:
         """Copy the values into the live tensors, then set each flag by itself: `train()` would set them all."""
         modules = clean_modules(self.obj)
-        own: dict[str, torch.Tensor] = dict(self.obj.named_parameters(remove_duplicate=False))
-        own.update(self.obj.named_buffers(remove_duplicate=False))
+        own = self._own_tensors()
         at_once = self._loads_as_torch_does()
+        sized = _sized_by_data(self.obj)
         state: OrderedDict[str, Any] = OrderedDict()
         filled: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for key in self.obj.state_dict():
             saved = captured.state[_clean_key(key, modules)]
             if key not in own:
                 state[key] = copy_tree(saved)  # extra state may keep what it is given
-            elif at_once and _is_ordinary(own[key]) and _is_ordinary(saved):
+            elif at_once and is_special(own[key]):
+                fill_special(own[key].detach(), saved)
+            elif at_once and key not in sized and _is_ordinary(own[key]) and _is_ordinary(saved):
                 # Loading a tensor into itself copies nothing, and does all the rest that there is to loading.
                 state[key] = own[key]
                 filled[id(own[key])] = own[key].detach(), saved
@@ -165,9 +227,10 @@ class ModuleComponent(Component):
         state._metadata = OrderedDict(  # type: ignore[attr-defined] # read by load_state_dict
             (raw, versions[clean]) for raw, (clean, _) in modules.items() if clean in versions
         )
-        self.obj.load_state_dict(state)
+        self._load(state, own)
         for clean, module in modules.values():
-            module.training = captured.record["training"][clean]
+            # An Identity that was added has none.
+            module.training = captured.record["training"].get(clean, module.training)
         for wrapper in self.outermost.modules():
             wrapper.training = unwrap(wrapper).training
         flags = captured.record["requires_grad"]
@@ -176,8 +239,23 @@ class ModuleComponent(Component):
             if parameter.requires_grad != wanted:
                 parameter.requires_grad_(wanted)
 
+    def _load(self, state: OrderedDict[str, Any], own: Mapping[str, torch.Tensor]) -> None:
+        """Load a state. Torch's own method may find that entries are missing: those that `state_dict` leaves out.
+
+        Raises:
+            RuntimeError: It found anything else that does not fit.
+        """
+        if type(self.obj).load_state_dict is not nn.Module.load_state_dict:
+            self.obj.load_state_dict(state)
+            return
+        expected = self.obj.state_dict().keys()
+        missing, unexpected = self.obj.load_state_dict(state, strict=False)
+        missing = [key for key in missing if key in expected and not (key in own and is_special(own[key]))]
+        if missing or unexpected:
+            raise RuntimeError(f"load_state_dict of {self.name} misses {missing} and does not know {unexpected}")
+
     def _loads_as_torch_does(self) -> bool:
-        """Tell whether no code of the user's own looks at the saved values, which it could not tell from live ones."""
+        """Return whether no code of the user's own looks at the saved values: it could not tell them from live ones."""
         return type(self.obj).load_state_dict is nn.Module.load_state_dict and all(
             not module._load_state_dict_pre_hooks
             and type(module)._load_from_state_dict.__module__.partition(".")[0] == "torch"
@@ -190,6 +268,38 @@ class ModuleComponent(Component):
         for key, value in captured.state.items():
             if guard.buffers or key in parameters:
                 yield from guarded_tensors(value, join(self.name, key))
+
+
+def _self_loading(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the submodules that have a loading of their own, which may size tensors by the data.
+
+    Observers of quantization and memory banks do so. Torch's own layers override the same method for less.
+    """
+    found = []
+    for path, inner in module.named_modules():
+        owner = next(kind for kind in type(inner).__mro__ if "_load_from_state_dict" in vars(kind))
+        if not owner.__module__.startswith(("torch.nn.", "torch.jit.")):
+            found.append((path, inner))
+    return found
+
+
+def _sized_by_data(module: nn.Module) -> set[str]:
+    """Return the keys of the tensors in such submodules."""
+    return {join(path, key) for path, inner in _self_loading(module) for key in (*inner._parameters, *inner._buffers)}
+
+
+def _may_be_renamed(saved: str, live: str) -> bool:
+    """Return whether two classes may stand for each other where every tensor fits.
+
+    A class of the user's may have a new name; another class of torch's own at the same place computes something else.
+    """
+    if {saved, live} <= _NORMS and "SyncBatchNorm" in (saved, live):
+        return True
+    return not (_is_of_torch(saved) and _is_of_torch(live))
+
+
+def _is_of_torch(name: str) -> bool:
+    return hasattr(nn, name)
 
 
 def _is_ordinary(value: Any) -> bool:
@@ -206,9 +316,18 @@ def _unlike(where: str, saved: Any, live: Any) -> Iterator[str]:
     elif live.is_meta:
         yield f"{where}: the live tensor is on the meta device and has no memory; materialise it first"
     else:
-        for what in ("shape", "dtype", "layout"):
-            before, now = getattr(saved, what), getattr(live, what)
-            if before != now:
-                shown = (list(before), list(now)) if what == "shape" else (before, now)
-                yield f"{where}: saved {what} {shown[0]}, live {what} {shown[1]}"
+        before, now = _properties(saved), _properties(live)
+        for name in before:
+            if before[name] != now.get(name):
+                yield f"{where}: saved {name} {before[name]}, live {name} {now.get(name)}"
                 return
+
+
+def _properties(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return what two tensors have to have in common for one to take the values of the other."""
+    found = {"shape": list(tensor.shape), "dtype": tensor.dtype, "layout": tensor.layout}
+    if tensor.is_quantized:
+        found["quantization"] = tensor.qscheme()
+    elif tensor.layout in _COMPRESSED:
+        found["number of stored elements"] = tensor.values().size(0)
+    return found

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from safeckpt.state.component import Captured, Component, Order, class_name
+from safeckpt.state.component import Captured, Component, Order, class_name, is_library_code
 from safeckpt.state.guard import Guard, guarded_tensors
 from safeckpt.state.matching import Matching, Slot, match, positional
 from safeckpt.state.options import overruled, plain, same
@@ -98,6 +98,21 @@ class OptimizerComponent(Component):
         if self._matching is None or self._matching[0].record["slots"] is not captured.record["slots"]:
             self._matching = (captured, match(captured.record["slots"], self._slots()))
         return self._matching[1]
+
+    def _was_renamed(self, captured: Captured) -> bool:
+        """Return whether a class of the user's has a new name: its groups have the same options."""
+        names = (str(captured.record.get("class")), class_name(self.obj))
+        if not _is_usual(captured) or any(hasattr(torch.optim, name) for name in names):
+            return False
+        saved, live = captured.state["param_groups"], self.obj.param_groups
+        return {frozenset(_options(group)) for group in saved} == {frozenset(_options(group)) for group in live}
+
+    @property
+    def loads_by_own_code(self) -> bool:
+        """Whether a hook, or a method of the user's own, takes part in loading."""
+        methods = all(is_library_code(type(self.obj), method) for method in ("load_state_dict", "__setstate__"))
+        hooks = self.obj._optimizer_load_state_dict_pre_hooks or self.obj._optimizer_load_state_dict_post_hooks
+        return not methods or bool(hooks)
 
     def apply(self, captured: Captured) -> None:
         """Load through the optimizer's own method, then undo its casts: moments keep the dtype they were saved with."""

@@ -72,6 +72,7 @@ class GeneratorComponent(Component):
     """A `torch.Generator`, `numpy.random.Generator`, `RandomState`, bit generator, or `random.Random`."""
 
     kind = "generator"
+    loads_by_own_code = False
     types = (torch.Generator, np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random)
 
     def capture(self) -> Captured:
@@ -102,7 +103,7 @@ class GeneratorComponent(Component):
         found = super().check(captured)
         saved, live = captured.record.get("algorithm"), self._algorithm()
         if not found and saved != live:
-            found.append(f"{self.name}: saved from {saved}, the live generator is {live}")
+            found.append(f"{self.name}: saved algorithm {saved}, live algorithm {live}")
         return found
 
     def apply(self, captured: Captured) -> None:

@@ -39,12 +39,16 @@ class SchedulerComponent(Component):
         record = {"class": _class(self.obj), "groups": len(groups), "first": self._first}
         return Captured(detached(self.obj.state_dict()), record)
 
+    def notices(self, captured: Captured) -> list[str]:
+        """Return nothing: another schedule is another run."""
+        return []
+
     def check(self, captured: Captured) -> list[str]:
         """Compare the classes, of composed schedulers too, and the number of parameter groups."""
         saved, live = captured.record, self.capture().record
         found = []
         if saved["class"] != live["class"]:
-            found.append(f"{self.name}: saved from a {saved['class']}, the live one is a {live['class']}")
+            found.append(f"{self.name}: saved class {saved['class']}, live class {live['class']}")
         if saved["groups"] != live["groups"]:
             found.append(
                 f"{self.name}: saved for {saved['groups']} parameter group(s), the live optimizer has {live['groups']}"

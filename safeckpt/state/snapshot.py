@@ -10,18 +10,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
 import torch
 
 from safeckpt.errors import ComponentMismatchError, StateMismatchError
-from safeckpt.state.component import Captured, Component
+from safeckpt.state.component import Captured, Component, Order
 from safeckpt.state.environment import differences, environment
 from safeckpt.state.fsdp import drop_unreduced, reshard
 from safeckpt.state.module import ModuleComponent
 from safeckpt.state.random_streams import RngStreams
+from safeckpt.state.staging import Staging
 from safeckpt.state.transfer import Reader, Transfer
 from safeckpt.state.tree import join
 
@@ -106,6 +107,8 @@ class Plan:
         parts: What will be applied, by component.
         replaced: Hyper-parameters in which the file overrules the script, `name: live -> saved`.
         environment: Fields of the environment that differ, `field: saved -> now`.
+        notices: Other differences that do not keep the state from being applied.
+        mixed: After `apply` has failed, the components that may hold a mixture of two states.
     """
 
     parts: list[tuple[Component, Captured]]
@@ -113,25 +116,32 @@ class Plan:
     gradients: dict[str, torch.Tensor]
     replaced: list[str] = field(default_factory=list)
     environment: list[str] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    mixed: list[str] = field(default_factory=list)
 
     def apply(self) -> None:
         """Put the state into the live objects, in the order that survives each other's side effects, RNG last.
 
-        An exception in the middle (only a component's own `load_state_dict` can raise one) is passed on with a
-        note that names what was changed already.
+        Code of the user's own can raise an exception in the middle (a `load_state_dict`, a hook). It is passed on with
+        a note; every object has then its state from before, but for those in `mixed`.
+
+        Cost:
+            With such code among the components, a copy of the whole live state in host memory beforehand.
         """
-        done: list[str] = []
+        parts = sorted(self.parts, key=lambda part: part[0].order)
         with RngStreams.untouched():  # a user's load_state_dict may draw, and the streams may not be restored
+            before = _copy_of(parts) if any(component.loads_by_own_code for component, _ in parts) else None
             try:
-                for component, captured in sorted(self.parts, key=lambda part: part[0].order):
-                    done.append(component.name)
+                for component, captured in parts:
+                    self.mixed.append(component.name)
                     component.apply(captured)
             except BaseException as error:
-                error.add_note(
-                    f"safeckpt: the restore stopped half-way, {', '.join(done)} may be changed. "
-                    "Do not train on with these objects: build them again and call restore()."
-                )
+                failed = self.mixed[-1]
+                if before is not None:
+                    self.mixed = _put_back(before, self.mixed)
+                error.add_note(_describe_failure(failed, self.mixed))
                 raise
+        self.mixed = []
         self._set_gradients()
         if self.rng is not None:
             RngStreams.apply(self.rng)
@@ -148,6 +158,38 @@ class Plan:
         for name, saved in self.gradients.items():
             if name in parameters:
                 parameters[name].grad = saved.to(parameters[name].device, copy=True)
+
+
+def _copy_of(parts: Iterable[tuple[Component, Captured]]) -> list[tuple[Component, Captured]]:
+    """Return the live state of components, in host memory that nothing else uses."""
+    live = [(component, component.capture()) for component, _ in parts]
+    copies = Staging().copy([captured.state for _, captured in live])
+    return [
+        (component, replace(captured, state=state)) for (component, captured), state in zip(live, copies, strict=True)
+    ]
+
+
+def _put_back(before: list[tuple[Component, Captured]], begun: Collection[str]) -> list[str]:
+    """Give back the state from before, and return the names of the components that did not take it."""
+    failed = []
+    for component, captured in before:
+        # A scheduler that was begun may have changed its optimizer.
+        if component.name in begun or component.order == Order.OPTIMIZER:
+            try:
+                component.apply(captured)
+            except BaseException:  # noqa: BLE001 - the first error is raised, and this component is named with it
+                failed.append(component.name)
+    return failed
+
+
+def _describe_failure(failed: str, mixed: Collection[str]) -> str:
+    if not mixed:
+        return f"safeckpt: loading {failed} failed; every object has its state from before the restore."
+    return (
+        f"safeckpt: loading {failed} failed and the restore stopped half-way: {', '.join(mixed)} may be changed, every "
+        "other object has its state from before. Do not train on with these objects: build them again and call "
+        "restore()."
+    )
 
 
 def plan(
@@ -199,8 +241,9 @@ def plan(
             raise StateMismatchError(mismatches=found, path=path)
         parts = _keep_live(parts, keep_live)
         replaced = [line for component, captured in parts for line in component.replaced(captured)]
+        notices = [line for component, captured in parts for line in component.notices(captured)]
     changed = differences(own["environment"]) if rng is not None else []
-    return Plan(parts, rng, own["gradients"], replaced, changed)
+    return Plan(parts, rng, own["gradients"], replaced, changed, notices)
 
 
 def _wanted(

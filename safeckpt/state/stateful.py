@@ -96,6 +96,7 @@ class CountersComponent(Component):
     """A plain dict, restored in place: whoever holds it, or a tensor in it, sees the restored values."""
 
     kind = "counters"
+    loads_by_own_code = False
 
     def __init__(self, name: str, obj: dict[Any, Any]) -> None:
         super().__init__(name, obj)

@@ -20,7 +20,7 @@ from safeckpt.system.libc import linux_call
 from safeckpt.system.tensor_kind import is_plain
 from safeckpt.system.threads import in_threads
 
-__all__ = ["Reader", "Transfer", "fresh"]
+__all__ = ["Reader", "Transfer", "fresh", "has_no_copy"]
 
 # Bytes from an address on, read into a buffer from the file that is mapped there; False when no file is.
 Reader = Callable[[int, memoryview], bool]
@@ -28,6 +28,8 @@ Reader = Callable[[int, memoryview], bool]
 _LARGE_BYTES = 256 << 10  # smaller tensors are copied all at once: a piece in a thread has its price as well
 _PIECE_BYTES = 4 << 20
 _HUGE_PAGE_BYTES = 2 << 20
+# For which torch has no copy_. Named by string, since an older torch may lack one.
+_COPIED_AS_BYTES = frozenset({"torch.float4_e2m1fn_x2"})
 
 
 class Transfer:
@@ -51,6 +53,8 @@ class Transfer:
         small: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         pieces: deque[tuple[np.ndarray, np.ndarray]] = deque()
         for target, source in pairs:
+            if has_no_copy(target.dtype) and target.dtype == source.dtype:
+                target, source = target.view(torch.uint8), source.view(torch.uint8)  # noqa: PLW2901 - the same memory
             if target.nbytes >= _LARGE_BYTES and _are_same_bytes(target, source):
                 into, origin = _bytes_of(target), _bytes_of(source)
                 starts = range(0, len(into), _PIECE_BYTES)
@@ -75,6 +79,11 @@ class Transfer:
 
         if pieces:
             in_threads(work, pieces.clear, name="safeckpt-copy")
+
+
+def has_no_copy(dtype: torch.dtype) -> bool:
+    """Return whether torch cannot copy elements of a dtype, so that their bytes have to be."""
+    return str(dtype) in _COPIED_AS_BYTES
 
 
 def _are_same_bytes(target: torch.Tensor, source: torch.Tensor) -> bool:

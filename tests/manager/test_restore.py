@@ -730,6 +730,26 @@ class _PressesCtrlC:
             raise KeyboardInterrupt
 
 
+def test_restore_that_fails_leaves_a_run_that_can_go_on(tmp_path: Path) -> None:
+    """After Ctrl-C in a load_state_dict every object is as it was, and the run saves its next step."""
+    run, button = Marked(), _PressesCtrlC()
+    run.components["button"] = button
+    with manager_of(tmp_path, run) as manager:
+        run.step = 1
+        manager.save(1)
+        run.step = 2
+        button.times = 1
+        with pytest.raises(KeyboardInterrupt) as caught:
+            manager.restore()
+        assert "every object has its state from before" in caught.value.__notes__[0]
+        assert run.step == 2
+        manager.save(2)
+    run.step = 0
+    with manager_of(tmp_path, run) as manager:
+        manager.restore()
+    assert run.step == 2
+
+
 @pytest.mark.parametrize("async_save", [False, True], ids=["from disk", "from memory"])
 @pytest.mark.parametrize("way", ["restore", "restore one", "rollback"])
 def test_mixture_that_an_interrupted_restore_leaves_is_not_saved(tmp_path: Path, way: str, async_save: bool) -> None:
@@ -747,7 +767,7 @@ def test_mixture_that_an_interrupted_restore_leaves_is_not_saved(tmp_path: Path,
             "restore one": lambda: manager.restore(1),
             "rollback": lambda: manager.rollback(changed=True),
         }
-        button.times = 1
+        button.times = 2  # also while the state from before is put back
         with pytest.raises(KeyboardInterrupt):
             ways[way]()
         before = checkpoint_files(tmp_path)

@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim.swa_utils import AveragedModel
 
-from safeckpt import CheckpointManager, Guard, UnsavableStateError
+from safeckpt import CheckpointManager, ComponentChangedWarning, Guard, UnsavableStateError
 from safeckpt.state import capture, register
 from safeckpt.state.module import ModuleComponent, clean_modules, unwrap
 from tests.state.photo import changes, likeness, photograph
@@ -208,7 +208,7 @@ def test_all_differences_are_listed_at_once_and_nothing_changes():
             "model.a.bias: saved shape [3], live shape [4]",
             "model.b.weight: saved dtype torch.float32, live dtype torch.float64",
             "model.b.bias: saved dtype torch.float32, live dtype torch.float64",
-            "model.c: saved from a ReLU, the live one is a GELU",
+            "model.c: saved class ReLU, live class GELU",
             "model.d: no such Dropout now",
             "model.e.weight: not in the checkpoint",
             "model.e.bias: not in the checkpoint",
@@ -231,6 +231,115 @@ def test_submodule_without_weights_is_part_of_what_has_to_match():
     with_it, without = nn.Sequential(nn.Linear(2, 2), nn.Dropout()), nn.Sequential(nn.Linear(2, 2))
     assert refusal(payload_of({"m": with_it}), {"m": without}) == ["m.1: no such Dropout now"]
     assert refusal(payload_of({"m": without}), {"m": with_it}) == ["m.1: the checkpoint has no such Dropout"]
+
+
+class Older(nn.Module):
+    """A class that gets a new name."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(2, 2), nn.BatchNorm1d(2)
+
+
+class Newer(Older):
+    """The same under its new name."""
+
+
+class Swish(nn.Module):
+    """An activation of the user's own."""
+
+
+RENAMED = {
+    "class of the user's": (Older, Newer, "model: saved class Older, live class Newer"),
+    "synchronised norm": (
+        lambda: nn.Sequential(nn.BatchNorm2d(2)), lambda: nn.Sequential(nn.SyncBatchNorm(2)),
+        "model.0: saved class BatchNorm2d, live class SyncBatchNorm",
+    ),
+    "and back": (
+        lambda: nn.Sequential(nn.SyncBatchNorm(2)), lambda: nn.Sequential(nn.BatchNorm1d(2)),
+        "model.0: saved class SyncBatchNorm, live class BatchNorm1d",
+    ),
+    "identity added": (
+        lambda: nn.Sequential(nn.Linear(1, 1)), lambda: nn.Sequential(nn.Linear(1, 1), nn.Identity()),
+        "model.1: the checkpoint has no such Identity",
+    ),
+    "identity dropped": (
+        lambda: nn.Sequential(nn.Linear(1, 1), nn.Identity()), lambda: nn.Sequential(nn.Linear(1, 1)),
+        "model.1: no such Identity now",
+    ),
+    "activation of the user's": (
+        lambda: nn.Sequential(nn.ReLU()), lambda: nn.Sequential(Swish()), "model.0: saved class ReLU, live class Swish",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", RENAMED)
+def test_class_that_may_have_a_new_name_is_a_warning_where_every_tensor_fits(kind, memory_path):
+    """The warning names module and both classes; the tensors are restored."""
+    make_saved, make_live, text = RENAMED[kind]
+    saved, live = randomised(make_saved()).requires_grad_(False), make_live().requires_grad_(False)
+    with CheckpointManager(memory_path, {"model": saved, "c": {}}) as manager:
+        manager.save(1)
+    manager = CheckpointManager(memory_path, {"model": live, "c": {}})
+    with manager, pytest.warns(ComponentChangedWarning, match=text):
+        manager.restore()
+    assert likeness(dict(live.state_dict())) == likeness(dict(saved.state_dict()))
+
+
+@pytest.mark.parametrize(
+    ("saved", "live"),
+    [(nn.GroupNorm(1, 2), nn.LayerNorm(2)), (nn.GELU(), nn.ReLU()), (nn.BatchNorm1d(2), nn.BatchNorm2d(2))],
+    ids=["norm", "activation", "dimensions"],
+)
+def test_another_layer_of_torch_at_the_same_place_is_refused(saved, live):
+    """Every tensor may fit, and the layer computes something else."""
+    (mismatch,) = refusal(payload_of({"m": nn.Sequential(saved)}), {"m": nn.Sequential(live)})
+    assert mismatch == f"m.0: saved class {type(saved).__name__}, live class {type(live).__name__}"
+
+
+class Bank(nn.Module):
+    """Sizes its memory by the data, and loads it in any size."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("memory", torch.empty(0))
+
+    def _load_from_state_dict(self, state, prefix, *args):
+        self.memory = torch.empty_like(state[f"{prefix}memory"])
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+def test_buffer_that_a_module_sizes_by_the_data_is_left_to_the_module():
+    """Its own loading makes room; a module without one still has to fit."""
+    saved, live = Bank(), Bank()
+    saved.memory = torch.rand(5)
+    give(payload_of({"model": nn.Sequential(saved)}), {"model": nn.Sequential(live)})
+    assert torch.equal(live.memory, saved.memory)
+    plain, other = nn.Module(), nn.Module()
+    plain.register_buffer("memory", torch.rand(5))
+    other.register_buffer("memory", torch.empty(0))
+    assert refusal(payload_of({"m": plain}), {"m": other}) == ["m.memory: saved shape [5], live shape [0]"]
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+@pytest.mark.parametrize("way", ["script", "trace"])
+def test_script_module_is_a_component_like_another(way, memory_path):
+    """TorchScript keeps its children in a mapping of its own."""
+
+    def make(module):
+        if way == "script":
+            return torch.jit.script(module)
+        return torch.jit.trace(module, torch.ones(1, 3), check_trace=False)
+
+    saved, live = (make(randomised(nn.Sequential(nn.Linear(3, 3), nn.Dropout()))) for _ in range(2))
+    components = ({"model": one, "optimizer": torch.optim.SGD(one.parameters(), lr=1)} for one in (saved, live))
+    with CheckpointManager(memory_path, next(components)) as manager:
+        manager.save(1)
+    live.eval()
+    with CheckpointManager(memory_path, next(components)) as manager:
+        manager.restore()
+    assert likeness(dict(live.state_dict())) == likeness(dict(saved.state_dict()))
+    assert live.training
 
 
 def test_parameter_that_the_state_dict_leaves_out_has_to_be_on_both_sides():

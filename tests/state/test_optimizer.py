@@ -164,7 +164,7 @@ def test_another_optimizer_is_refused_besides_other_differences():
     payload = payload_of({"model": model, "optimizer": Adam(model.parameters())})
     mismatches = refusal(payload, {"model": model, "optimizer": AdamW(list(model.parameters())[1:])})
     assert mismatches == [
-        "optimizer: saved from a Adam, the live one is a AdamW",
+        "optimizer: saved class Adam, live class AdamW",
         "optimizer: saved with parameter model.a.weight, which the optimizer no longer holds",
     ]
 

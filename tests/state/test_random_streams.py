@@ -92,7 +92,7 @@ def test_state_of_one_kind_is_refused_by_every_other(saved):
     for live, (make, _) in KINDS.items():
         if live != saved:
             (mismatch,) = refusal(payload, {"generator": make(2)})
-            assert mismatch.startswith("generator: saved from ")
+            assert mismatch.startswith("generator: saved ")
 
 
 def test_capturing_a_generator_draws_nothing():
@@ -260,7 +260,7 @@ def test_load_that_fails_half_way_says_what_may_be_changed_and_leaves_the_stream
     ready = plan(register(components), payload)
     with pytest.raises(OSError, match="no") as caught:
         ready.apply()
-    assert "layer, failing may be changed" in caught.value.__notes__[0]
+    assert "stopped half-way: failing may be changed, every other object" in caught.value.__notes__[0]
     assert streams() == before
 
 

@@ -44,10 +44,9 @@ def test_another_scheduler_is_refused_by_class_at_any_depth():
     payload = payload_of(build(warmup(lambda o: s.ExponentialLR(o, 0.9))))
     (mismatch,) = refusal(payload, build(warmup(lambda o: s.StepLR(o, 2))))
     assert mismatch == (
-        "scheduler: saved from a SequentialLR(LinearLR, ExponentialLR), "
-        "the live one is a SequentialLR(LinearLR, StepLR)"
+        "scheduler: saved class SequentialLR(LinearLR, ExponentialLR), live class SequentialLR(LinearLR, StepLR)"
     )
-    assert refusal(payload, build())[0].endswith("the live one is a StepLR")
+    assert refusal(payload, build())[0].endswith("live class StepLR")
 
 
 def test_other_number_of_groups_is_refused():

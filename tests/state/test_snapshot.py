@@ -164,29 +164,29 @@ MISMATCHES = {
     "optimizer": (swap("optimizer", shrink_optimizer), "which the optimizer no longer holds"),
     "optimizer class": (
         swap("optimizer", lambda c: SGD(c["optimizer"].param_groups[0]["params"], lr=1)),
-        "optimizer: saved from a AdamW, the live one is a SGD",
+        "optimizer: saved class AdamW, live class SGD",
     ),
     "scheduler": (
-        swap("scheduler", lambda c: lr_scheduler.StepLR(c["optimizer"], 1)), "scheduler: saved from a SequentialLR(",
+        swap("scheduler", lambda c: lr_scheduler.StepLR(c["optimizer"], 1)), "scheduler: saved class SequentialLR(",
     ),
     "scaler": (swap("scaler", lambda _: torch.amp.GradScaler(enabled=False)), "scaler: the saved scaler is enabled"),
     "average": (
         swap("ema", lambda c: swa_utils.AveragedModel(c["model"].last)),
         "ema.module.first.weight: only in the checkpoint",
     ),
-    "object": (swap("mine", lambda _: Box(1)), "mine: saved from a Ema, the live one is a Box"),
+    "object": (swap("mine", lambda _: Box(1)), "mine: saved class Ema, live class Box"),
     "loader": (swap("loader", lambda _: PickyLoader(4)), "loader: wanted 4"),
-    "loader class": (swap("loader", lambda _: Loader(3)), "loader: saved from a PickyLoader"),
+    "loader class": (swap("loader", lambda _: Loader(3)), "loader: saved class PickyLoader"),
     "counters": (lambda c: c["counters"].update(more=1), "counters: entry 'more' is not in the checkpoint"),
     "trained tensor": (
         swap("learned", lambda _: {"alpha": torch.zeros(2, requires_grad=True)}), "learned: entry 'alpha', which is",
     ),
-    "torch generator": (swap("torch_generator", lambda _: random.Random()), "torch_generator: saved from a Generator"),
+    "torch generator": (swap("torch_generator", lambda _: random.Random()), "torch_generator: saved class Generator"),
     "numpy generator": (
-        swap("numpy_generator", lambda _: np.random.Generator(np.random.Philox(1))), "saved from PCG64",
+        swap("numpy_generator", lambda _: np.random.Generator(np.random.Philox(1))), "saved algorithm PCG64",
     ),
     "old generator": (
-        swap("old_generator", lambda _: np.random.RandomState(np.random.PCG64(1))), "saved from MT19937",
+        swap("old_generator", lambda _: np.random.RandomState(np.random.PCG64(1))), "saved algorithm MT19937",
     ),
 }  # fmt: skip
 

@@ -181,14 +181,14 @@ def test_state_of_any_form_comes_back(value, memory_path):
 
 def test_object_of_another_class_is_refused():
     """A state is given to the class it came from."""
-    assert refusal(payload_of({"box": Box(1)}), {"box": Other(1)}) == ["box: saved from a Box, the live one is a Other"]
+    assert refusal(payload_of({"box": Box(1)}), {"box": Other(1)}) == ["box: saved class Box, live class Other"]
 
 
 def test_object_that_can_check_a_state_is_asked_before_anything_changes():
     """What `check_state` says is in the list with all other differences, under the component's name."""
     components = {"picky": Picky(1), "box": Box(2)}
     assert refusal(payload_of({"picky": Picky(2), "box": Other(1)}), components) == [
-        "box: saved from a Other, the live one is a Box",
+        "box: saved class Other, live class Box",
         "picky: and nothing else",
         "picky: wanted 1",
     ]
