@@ -49,7 +49,8 @@ def save(
 
     Raises:
         NonFiniteError: The loss or a floating or complex tensor in `obj` holds NaN or Inf. Nothing was written.
-        UnsavableStateError: A value could not be loaded again; `location` is its key path. Nothing was written.
+        UnsavableStateError: A value could not be loaded again; `location` is its key path. Nothing was written, or what
+            was written was removed again.
         ValueError: `pickle_module` or `pickle_protocol` would make a file that cannot be loaded safely.
         OSError: The system refused; errno is kept and the old file is untouched. A file object may hold a part.
         DurabilityUnknownError: The new file is in place, but a power loss may still take it back.
@@ -79,7 +80,7 @@ def save(
         raise TypeError(f"f must be a path or an object with write(); got {type(f).__name__}")
     prepared = prepare(encode(obj), pickle_protocol=pickle_protocol)
     if isinstance(f, str | os.PathLike):
-        commit(f, prepared.write, size_bytes=prepared.size_bytes)
+        commit(f, prepared.write, check=prepared.check, size_bytes=prepared.size_bytes)
     else:
         prepared.write(f)
 

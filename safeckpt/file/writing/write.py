@@ -13,7 +13,7 @@ import io
 import json
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any, Protocol
 from zlib import crc32
 
 from safeckpt.errors import UnsavableStateError
@@ -24,6 +24,7 @@ from safeckpt.file.gc_pause import no_collection
 from safeckpt.file.pickle_scan import PickleError, UntrustedGlobalError, scan_pickle
 from safeckpt.file.trailer import TRAILER_BYTES, Trailer
 from safeckpt.file.writing.pickling import pickle_payload
+from safeckpt.file.writing.readback import check_written
 from safeckpt.file.writing.snapshots import SMALL_BYTES, Snapshots, snapshot
 from safeckpt.file.writing.spans import StorageTypeConflictError
 
@@ -85,6 +86,7 @@ class PreparedFile:
     size_bytes: int
     _entries: Sequence[Entry]
     _contents: Sequence[Content]
+    _is_plain: bool
 
     def write(self, f: Writable, progress: Progress | None = None) -> WrittenFile:
         """Write it.
@@ -105,6 +107,21 @@ class PreparedFile:
         """
         with CrcPool() as pool:
             return _Writer(f, pool, progress, self.size_bytes).write(self._entries, self._contents)
+
+    def check(self, f: IO[bytes]) -> None:
+        """Check that what was written can be read back; for `safeckpt.store.commit`, before the file has its name.
+
+        Args:
+            f: The file, open for reading.
+
+        Raises:
+            UnsavableStateError: A load would refuse it, or it is not what was written.
+
+        Cost:
+            About 5 us for a tensor; the data of tensors is not read.
+        """
+        records = list(zip(self._entries, self._contents, strict=False))
+        check_written(f, self.size_bytes, records, is_plain=self._is_plain)
 
 
 def prepare(
@@ -136,7 +153,7 @@ def prepare(
     names = archive.record_names(len(pickled.spans), header=header is not None)
     entries, directory_offset = archive.layout(list(zip(names, [*map(_size_of, contents), _ID_BYTES], strict=True)))
     size_bytes = directory_offset + archive.tables_bytes(entries) + (TRAILER_BYTES if trailer else 0)
-    return PreparedFile(size_bytes, entries, contents)
+    return PreparedFile(size_bytes, entries, contents, pickled.plain)
 
 
 def write_joined(parts: Sequence[PreparedFile], f: Writable) -> tuple[list[int], WrittenFile]:
