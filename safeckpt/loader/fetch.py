@@ -27,6 +27,7 @@ from torch.utils.data import (
 from safeckpt.loader.digest import digest_of
 from safeckpt.loader.private_generators import find_generators, reseed, warn_of_unreachable
 from safeckpt.loader.streams import mix, restore_streams, save_streams, seed_streams
+from safeckpt.loader.worker_signals import WorkerSignals
 from safeckpt.state.random_streams import GeneratorComponent
 
 __all__ = ["IterableFetch", "MapFetch", "Start", "StartWorker", "inner_loader"]
@@ -314,9 +315,12 @@ class StartWorker:
 
     def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
         self._worker_init_fn = worker_init_fn
+        self.signals: WorkerSignals | None = None
 
     def __call__(self, worker_id: int) -> None:
         """Set a worker up, with the user's own dataset in its place."""
+        if self.signals is not None:
+            self.signals.outlive()
         info: Any = get_worker_info()
         object.__setattr__(info, "dataset", info.dataset.dataset)  # frozen, and many functions configure it there
         if self._worker_init_fn is not None:

@@ -16,7 +16,7 @@ from safeckpt.errors import StateMismatchError, UncapturedStateWarning
 from safeckpt.loader.fetch import IterableFetch, Start, inner_loader
 from safeckpt.loader.inputs import describe_dataloader, rank_of
 from safeckpt.loader.source import BATCHES, Snapshot, logger, seed_for
-from safeckpt.loader.tasks import Plan, seed_workers
+from safeckpt.loader.tasks import Plan, start
 from safeckpt.state.component import class_name
 
 __all__ = ["IterableSource"]
@@ -139,11 +139,10 @@ class IterableSource:
         self._fetch.set_epoch(epoch)
         task = (self._run, epoch, seed_for(BATCHES, seed, epoch, rank_of([])))
         self._plan.assign(_turns(task, turn=turn, count=self._count, starts=starts))
-        seed_workers(self._inner, seed, epoch)
         fresh = {"drawn": 0, "at": 0, "state": None, "ended": False, "digest": 0}
         self.progress = _Progress(saved or [dict(fresh) for _ in range(self._count)], turn)
         self._touched = not self.progress.complete
-        return _Turns(iter(self._inner), batch if saved else 0, batch, self)
+        return _Turns(start(self._inner, seed, epoch), batch if saved else 0, batch, self)
 
     def _tell_of_discarding(self, records: list[dict[str, Any]], epoch: int, batch: int) -> None:
         count = sum(record["drawn"] for record in records if record["state"] is None and not record["ended"])

@@ -15,7 +15,7 @@ from safeckpt.loader.inputs import describe_dataloader, rank_of
 from safeckpt.loader.order import EpochOrder, sampler_chain
 from safeckpt.loader.source import BATCHES, ORDER, Snapshot, seed_for
 from safeckpt.loader.streams import PrivateStreams, mix
-from safeckpt.loader.tasks import Plan, seed_workers
+from safeckpt.loader.tasks import Plan, start
 
 __all__ = ["MapSource"]
 
@@ -65,8 +65,7 @@ class MapSource:
         wanted = ((number, indices) for number, indices in order if (epoch, number) not in left_out)
         if not self._plan.assign((epoch, number, mix(base, number), indices) for number, indices in wanted):
             return iter(())
-        seed_workers(self._inner, seed, epoch)
-        return iter(self._inner)
+        return start(self._inner, seed, epoch)
 
     def _set_epoch(self, epoch: int) -> None:
         self.told = epoch

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from safeckpt.loader.fetch import StartWorker
 from safeckpt.loader.source import WORKERS, seed_for
+from safeckpt.loader.worker_signals import worker_signals, workers_start
 
-__all__ = ["Plan", "seed_workers"]
+__all__ = ["Plan", "start"]
 
 
 class _Tasks:
@@ -66,7 +68,15 @@ class Plan:
             )
 
 
-def seed_workers(inner: DataLoader[Any], seed: int, epoch: int) -> None:
-    """Let `worker_info.seed`, and with it what a `worker_init_fn` draws, depend on seed and epoch only."""
+def start(inner: DataLoader[Any], seed: int, epoch: int) -> Iterator[Any]:
+    """Return an iterator over an inner DataLoader, whose workers depend on seed and epoch only.
+
+    That is `worker_info.seed`, and with it what a `worker_init_fn` draws.
+    """
     if isinstance(inner.generator, torch.Generator):
         inner.generator.manual_seed(seed_for(WORKERS, seed, epoch))
+    signals = worker_signals() if inner.num_workers else None
+    if isinstance(inner.worker_init_fn, StartWorker):
+        inner.worker_init_fn.signals = signals
+    with workers_start(signals):
+        return iter(inner)

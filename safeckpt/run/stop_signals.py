@@ -9,13 +9,16 @@ from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
+from safeckpt.system.stop_requests import ignore_stop_requests, listen_to_stop_requests
+
 __all__ = ["StopSignals"]
 
 
 class StopSignals:
     """Notes that one of the signals came, and calls the handler that was there before, if it was Python code.
 
-    A process that is forked from this one, such as a loader's worker, is ended by the signal as if nobody listened.
+    A process that is forked from this one is ended by the signal as if nobody listened; but workers of a
+    `ResumableLoader` leave it to this process, and end with it.
 
     Attributes:
         requested: Whether one of them has come.
@@ -40,6 +43,7 @@ class StopSignals:
         try:
             for number in numbers:
                 self._before[number] = signal.signal(number, self._note)
+                listen_to_stop_requests([number])
         except BaseException:
             self.restore()
             raise
@@ -49,6 +53,8 @@ class StopSignals:
 
         Ours then stays below it, passes signals on and listens no more.
         """
+        if self._listening:
+            ignore_stop_requests(self._before)
         self._listening = False
         if not _in_main_thread():
             return
