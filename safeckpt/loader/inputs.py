@@ -15,7 +15,7 @@ __all__ = ["CONVERTIBLE", "compare", "convert", "describe_dataloader", "describe
 CONVERTIBLE = ("batch_size", "world_size")
 
 # Options of torch's samplers that choose another order, or another number of samples, without another class.
-_SAMPLER_OPTIONS = ("replacement", "shuffle", "seed")
+_SAMPLER_OPTIONS = ("replacement", "shuffle", "seed", "initial_seed")
 
 _WORDS = {
     "dataset_length": "dataset length",
@@ -55,7 +55,13 @@ def _distributed() -> tuple[int, int]:
 
 def rank_of(chain: list[Any]) -> int:
     """Return which rank's share this is, so that augmentation differs between ranks that share a seed."""
-    return next((sampler.rank for sampler in chain if type(getattr(sampler, "rank", None)) is int), _distributed()[1])
+    return _first_int(chain, ("rank", "process_index"), _distributed()[1])
+
+
+def _first_int(chain: list[Any], names: tuple[str, ...], otherwise: int) -> int:
+    """Return what a sampler says of its share, under torch's name or Accelerate's."""
+    values = (getattr(sampler, name, None) for sampler in chain for name in names)
+    return next((value for value in values if type(value) is int), otherwise)
 
 
 def describe_dataloader(dataloader: DataLoader[Any], chain: list[Any]) -> dict[str, Any]:
@@ -67,7 +73,7 @@ def describe_dataloader(dataloader: DataLoader[Any], chain: list[Any]) -> dict[s
         for name in _SAMPLER_OPTIONS
         if type(getattr(sampler, name, None)) in (bool, int)
     }
-    world = next((s.num_replicas for s in chain if type(getattr(s, "num_replicas", None)) is int), _distributed()[0])
+    world = _first_int(chain, ("num_replicas", "num_processes"), _distributed()[0])
     return {
         "dataset_length": length_of(dataloader.dataset),
         "batch_size": getattr(outer, "batch_size", dataloader.batch_size),

@@ -107,7 +107,7 @@ def test_changed_input_is_refused_by_name_and_nothing_moves(before, after, expec
     assert caught.value.mismatches == tuple(found)
     assert live.seed == 2
     assert plain(live.state_dict()) == mine
-    assert (live.epoch, live.batch) == (0, 0)
+    assert (live.epoch, live.batch) == (0, 1)
     assert len(list(live)) == len(live)
 
 
@@ -263,3 +263,43 @@ def test_samplers_of_ones_own_are_compared_by_class_name():
     assert ResumableLoader(dataloader("sequential", sampler=moved())).check_state(state) == []
     plain = ResumableLoader(dataloader("sequential", sampler=SequentialSampler(range(13)))).check_state(state)
     assert "sampler class: 'BatchSampler of Lazy' in the saved state, 'BatchSampler of SequentialSampler' now" in plain
+
+
+class Tokens:
+    """Batches of about equal size, whose number differs from epoch to epoch."""
+
+    def __init__(self):
+        self.epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 4 - self.epoch % 2
+
+    def __iter__(self):
+        return iter([list(range(12))[first :: len(self)] for first in range(len(self))])
+
+
+def test_length_that_depends_on_the_epoch_is_compared_in_that_epoch():
+    """A batch sampler that is shorter in every second epoch resumes in each, and a shorter dataset is still refused."""
+    one = ResumableLoader(DataLoader(range(12), batch_sampler=Tokens()), seed=0)
+    states, rests = [], []
+    for _ in one.epochs(3):
+        for batch in one:
+            states.append(one.state_dict())
+            rests.append(str(batch))
+        states.append(one.state_dict())
+        rests.append("")
+    assert len(rests) - rests.count("") == 11
+    for number, state in enumerate(states):
+        again = ResumableLoader(DataLoader(range(12), batch_sampler=Tokens()), seed=0)
+        before = again.sampler, again.batch_sampler.epoch
+        assert again.check_state(state) == []
+        assert (again.sampler, again.batch_sampler.epoch) == before
+        again.load_state_dict(state)
+        assert [str(batch) for _ in again.epochs(3) for batch in again] == [
+            rest for rest in rests[number + 1 :] if rest
+        ]
+    other = ResumableLoader(DataLoader(range(11), batch_sampler=Tokens()), seed=0)
+    assert other.check_state(states[5]) == ["dataset length: 12 in the saved state, 11 now"]

@@ -290,6 +290,31 @@ def test_loader_is_freed_without_the_garbage_collector(make):
         gc.enable()
 
 
+class DataLoaderShard(DataLoader):
+    """Has the shape of what Accelerate prepares: a batch ahead, and a `state_dict` that works for some loaders only."""
+
+    def __init__(self, data):
+        super().__init__(data)
+        self.base_dataloader = DataLoader(data)
+
+    def __iter__(self):
+        yield from self.base_dataloader
+
+    def state_dict(self):
+        return self.dl_state_dict
+
+    def load_state_dict(self, state):
+        self.dl_state_dict = state
+
+
+class DataLoaderDispatcher(DataLoader):
+    """The other one, without a `state_dict`."""
+
+    def __init__(self, data):
+        super().__init__(data)
+        self.base_dataloader = DataLoader(data)
+
+
 class Overriding(DataLoader):
     def __iter__(self):
         return iter([1])
@@ -301,6 +326,8 @@ class Overriding(DataLoader):
         (lambda: [1, 2], TypeError, "takes a torch.utils.data.DataLoader, or a loader with state_dict.*got list"),
         (lambda: ResumableLoader(DataLoader([1])), TypeError, "a ResumableLoader already"),
         (lambda: Overriding([1]), TypeError, "Overriding iterates in its own way"),
+        (lambda: DataLoaderShard([1]), TypeError, r"DataLoaderShard .* Accelerate .*\(loader\.base_dataloader\)"),
+        (lambda: DataLoaderDispatcher([1]), TypeError, "DataLoaderDispatcher is a loader that Accelerate has prepared"),
         (lambda: DataLoader([1], num_workers=1, in_order=False), ValueError, "in_order=False"),
         (lambda: DataLoader(IterableWrapper([1])), TypeError, "the dataset is a DataPipe"),
         (lambda: DataLoader(SequenceWrapper([1])), TypeError, "the dataset is a DataPipe"),
@@ -310,3 +337,31 @@ def test_loader_that_has_no_position_to_keep_is_refused(make, error, part):
     """What cannot be resumed exactly is refused at construction, and the message says what to do."""
     with pytest.raises(error, match=part):
         ResumableLoader(make())
+
+
+def test_shares_that_accelerate_makes_are_known():
+    """Rank and world size are read from its batch samplers too, so augmentation differs between ranks."""
+
+    class BatchSamplerShard:
+        def __init__(self, rank):
+            self.num_processes, self.process_index = 2, rank
+
+        def __iter__(self):
+            return iter([[0, 1], [2, 3]])
+
+        def __len__(self):
+            return 2
+
+    def one(rank):
+        return ResumableLoader(DataLoader(Augmented(), batch_sampler=BatchSamplerShard(rank), collate_fn=list), seed=0)
+
+    assert one(1).state_dict()["inputs"]["world_size"] == 2
+    assert list(one(0)) != list(one(1))
+    assert list(one(1)) == list(one(1))
+
+
+def test_loader_that_looks_ahead_takes_a_number():
+    """What is no number of batches is an error at construction."""
+    for ahead in (-1, True, 1.0, "1"):
+        with pytest.raises(ValueError, match="ahead is a number of batches, 0 or more"):
+            ResumableLoader(DataLoader([1]), ahead=ahead)

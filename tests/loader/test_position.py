@@ -386,3 +386,65 @@ def test_evaluation_loader_beside_the_training_loader_changes_nothing():
         return seen
 
     assert run(evaluate=True) == run(evaluate=False)
+
+
+def test_enumerate_counts_on_in_the_resumed_epoch():
+    """What is done at every k-th batch of an epoch is done at the same ones after a resume, and after a rollback."""
+    loader = fresh()
+    numbers = []
+    for _ in loader.epochs(2):
+        for number, batch in loader.enumerate():
+            assert batch.tolist() == [2 * number, 2 * number + 1]
+            numbers.append(number)
+            if (loader.epoch, number) == (1, 2):
+                state = loader.state_dict()
+    assert numbers == [0, 1, 2, 3, 4] * 2
+    again = fresh()
+    again.load_state_dict(state)
+    numbers = []
+    for _ in again.epochs(3):
+        for number, _ in again.enumerate():
+            numbers.append(number)
+            if len(numbers) == 4:
+                again.load_state_dict(state)
+    assert numbers == [3, 4, 0, 1, 3, 4, 0, 1, 2, 3, 4]
+
+
+def test_limit_by_number_breaks_again_at_once():
+    """A resume into an epoch that had been left at its limit trains nothing more of it."""
+
+    def train(loader):
+        for _ in loader.epochs(3):
+            for number, batch in loader.enumerate():
+                if number >= 3:
+                    break
+                trained.append((loader.epoch, batch.tolist()))
+                loader.end_step(len(trained))
+            states.append(loader.state_dict())
+
+    trained, states = [], []
+    train(fresh(shuffle=True))
+    straight, saved = trained, states[1]
+    assert len(straight) == 9
+    again = fresh(shuffle=True)
+    again.load_state_dict(saved)
+    trained, states = straight[:6], []
+    train(again)
+    assert trained == straight
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("order", ["shuffle", "custom", "distributed"])
+def test_seek_goes_where_a_run_from_elsewhere_was(order, workers):
+    """An epoch and a batch are enough where the order follows from the seed."""
+    straight = ResumableLoader(dataloader(order), seed=3)
+    whole = [list(straight) for _ in straight.epochs(3)]
+    loader = ResumableLoader(dataloader(order, workers), seed=3)
+    loader.seek(1, 2)
+    assert position(loader) == (1, 2)
+    assert [list(loader) for _ in loader.epochs(3)] == [whole[1][2:], whole[2]]
+    loader.seek(2)
+    assert [list(loader) for _ in loader.epochs(3)] == [whole[2]]
+    for wrong in [(-1, 0), (0, -1), (True, 0), (0, 1.0)]:
+        with pytest.raises(ValueError, match="seek takes the number of an epoch and of a batch"):
+            loader.seek(*wrong)
