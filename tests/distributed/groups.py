@@ -12,8 +12,10 @@ import os
 import pickle
 import subprocess
 import sys
+import traceback
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,37 @@ def results(size: int, function: Callable[..., Any], path: Path, *arguments: Any
 def answer(ended: Ended) -> Any:
     """Return what a rank has returned."""
     return pickle.loads(ended.value)
+
+
+@dataclass(frozen=True)
+class Failed:
+    """What a case that was not meant to raise raised on one rank.
+
+    Attributes:
+        text: Its traceback.
+    """
+
+    text: str
+
+
+def run_cases(cases: Mapping[str, Callable[[Path], Any]], path: Path) -> dict[str, Any]:
+    """Run cases one after the other on this rank; one that raises is a `Failed`, and the next ones run all the same."""
+    found = {}
+    for name, case in cases.items():
+        try:
+            found[name] = case(path / name)
+        except BaseException:
+            found[name] = Failed(traceback.format_exc())
+        torch.distributed.barrier()
+    return found
+
+
+def of(seen: list[dict[str, Any]], name: str) -> list[Any]:
+    """Return what each rank saw in a case, or fail with what it raised."""
+    found = [one[name] for one in seen]
+    for rank, one in enumerate(found):
+        assert not isinstance(one, Failed), f"rank {rank}: {one.text}"
+    return found
 
 
 def wait_for_ranks(seconds: float) -> None:

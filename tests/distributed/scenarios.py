@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import resource
 import signal
 import threading
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 
 import safeckpt
+from tests.distributed import groups
 from tests.distributed.training import Kind, Run, manager_of
 from tests.faults import Fault, Interrupt, intercept
 
@@ -30,15 +32,13 @@ def scenario(function: Callable[[Path, Kind], Any]) -> Callable[[Path, Kind], An
 
 def all_of(path: Path, kind: Kind, wanted: tuple[str, ...]) -> dict[str, Any]:
     """Run scenarios one after the other in one group."""
-    found = {}
-    for name in wanted:
+
+    def run(name: str, path: Path) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            started = time.monotonic()
-            found[name] = SCENARIOS[name](path / name, kind)
-            found[f"{name} seconds"] = time.monotonic() - started
-        torch.distributed.barrier()
-    return found
+            return SCENARIOS[name](path, kind)
+
+    return groups.run_cases({name: functools.partial(run, name) for name in wanted}, path)
 
 
 def outcome(call: Callable[[], Any]) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def seen(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str,
 def of(seen: list[dict[str, Any]], name: str) -> list[Any]:
     if name not in seen[0]:
         pytest.skip("is about the other kind of checkpoint")
-    return [one[name] for one in seen]
+    return groups.of(seen, name)
 
 
 def test_nan_loss_on_one_rank_is_refused_by_all(seen: list[dict[str, Any]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import time
 import warnings
 from collections.abc import Callable
@@ -34,24 +35,19 @@ def case(function: Callable[[Path], Any]) -> Callable[[Path], Any]:
 
 
 def _run_all(path: Path) -> dict[str, Any]:
-    found = {}
-    for name, function in CASES.items():
+    def run(function: Callable[[Path], Any], path: Path) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             warnings.simplefilter("ignore", safeckpt.UncapturedStateWarning)
-            found[name] = function(path / name)
-        torch.distributed.barrier()
-    return found
+            return function(path)
+
+    return groups.run_cases({name: functools.partial(run, function) for name, function in CASES.items()}, path)
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What both ranks saw in each case."""
     return groups.results(2, _run_all, tmp_path_factory.mktemp("layouts"))
-
-
-def of(seen: list[dict[str, Any]], name: str) -> list[Any]:
-    return [one[name] for one in seen]
 
 
 def manager(path: Path, components: dict[str, Any], **options: Any) -> safeckpt.CheckpointManager:
@@ -146,7 +142,7 @@ def own_state_with_equal_sums(path: Path) -> Any:
 
 def test_own_state_is_never_taken_for_that_of_rank_0(seen: list[dict[str, Any]]) -> None:
     """Permutations, sign flips, long arrays, empty containers, generators: each rank has its own back."""
-    for kept, size in of(seen, "own_state_with_equal_sums"):
+    for kept, size in groups.of(seen, "own_state_with_equal_sums"):
         assert [name for name, same in kept.items() if not same] == []
         assert size < 200_000, "a view was sent with the memory around it"
 
@@ -200,7 +196,7 @@ DRIFTS = {one.__name__: one for one in (_swap_rows, _swap_two, _flip_signs, _fli
 
 def test_copies_in_another_order_have_drifted(seen: list[dict[str, Any]]) -> None:
     """Swapped rows or elements, flipped signs, changes that a sum does not see."""
-    for found in of(seen, "copies_that_only_a_place_tells_apart"):
+    for found in groups.of(seen, "copies_that_only_a_place_tells_apart"):
         assert found == dict.fromkeys(DRIFTS, "ReplicaDriftError")
 
 
@@ -216,7 +212,7 @@ def copies_never_equal(path: Path) -> Any:
 
 def test_copies_that_differ_at_the_first_save_are_an_error(seen: list[dict[str, Any]]) -> None:
     """Nothing is lost yet, and what was never equal is no copy."""
-    for found, ignored in of(seen, "copies_never_equal"):
+    for found, ignored in groups.of(seen, "copies_never_equal"):
         assert found["error"] == "ReplicaDriftError"
         assert "wrap each rank's part" in found["text"]
         assert ignored["error"] is None
@@ -246,7 +242,7 @@ def parts_of_a_pipeline(path: Path) -> Any:
 
 def test_parts_of_a_model_are_refused_and_wrapped_ones_saved(seen: list[dict[str, Any]]) -> None:
     """A stage of a pipeline that only rank 0's would be kept of; the cure in the message works."""
-    for number, (found, wrapped) in enumerate(of(seen, "parts_of_a_pipeline")):
+    for number, (found, wrapped) in enumerate(groups.of(seen, "parts_of_a_pipeline")):
         assert found["other names"]["error"] == "RanksDisagreeError"
         assert "'stage0': 'module'" in found.pop("other names")["text"]
         for name, refused in found.items():
@@ -272,7 +268,7 @@ def hidden_parts(_: Path) -> Any:
 
 def test_what_hides_its_parts_is_refused_by_name(seen: list[dict[str, Any]]) -> None:
     """FSDP1, ZeroRedundancyOptimizer and optimizers that are none inside: at construction, with what to use instead."""
-    for found in of(seen, "hidden_parts"):
+    for found in groups.of(seen, "hidden_parts"):
         assert [one["error"] for one in found] == ["TypeError"] * 3
         assert "fully_shard" in found[0]["text"]
         assert "fully_shard(model) with a plain optimizer" in found[1]["text"]
@@ -319,7 +315,7 @@ def gradients_not_reduced(path: Path) -> Any:
 
 def test_gradients_that_are_not_reduced_are_refused_and_cleared(seen: list[dict[str, Any]]) -> None:
     """No `.grad` shows them: a save would lose them, and a rollback leave them behind."""
-    for refused, equal_again, dropped in of(seen, "gradients_not_reduced"):
+    for refused, equal_again, dropped in groups.of(seen, "gradients_not_reduced"):
         for one in refused:
             assert one["error"] == "UnsavableStateError"
             assert "model.0.weight.grad" in one["text"]
@@ -357,7 +353,7 @@ def gradients_between_micro_steps(path: Path) -> Any:
 
 def test_gradients_added_in_place_are_part_of_the_state(seen: list[dict[str, Any]]) -> None:
     """FSDP2 adds to the local part of a gradient, so that the version of the DTensor stays what it was."""
-    for found in of(seen, "gradients_between_micro_steps"):
+    for found in groups.of(seen, "gradients_between_micro_steps"):
         assert [name for name, same in found.items() if not same] == []
 
 
@@ -394,7 +390,7 @@ def gradient_that_is_zero_on_one_rank(path: Path) -> Any:
 
 def test_gradient_of_which_one_rank_has_nothing_is_saved(seen: list[dict[str, Any]]) -> None:
     """Rows of an embedding that were in no batch: what is pending is not decided by a rank's own part."""
-    assert of(seen, "gradient_that_is_zero_on_one_rank") == [[True, True]] * 2
+    assert groups.of(seen, "gradient_that_is_zero_on_one_rank") == [[True, True]] * 2
 
 
 @case
@@ -422,7 +418,7 @@ def save_after_evaluation(path: Path) -> Any:
 
 def test_save_after_evaluation_knows_the_names(seen: list[dict[str, Any]]) -> None:
     """Moments are saved under the names of their parameters, whatever stands in the modules."""
-    for restored, same in of(seen, "save_after_evaluation"):
+    for restored, same in groups.of(seen, "save_after_evaluation"):
         assert restored["error"] is None, restored["text"]
         assert same
 
@@ -457,7 +453,7 @@ def other_arguments(path: Path) -> Any:
 
 def test_other_arguments_on_one_rank_are_told(seen: list[dict[str, Any]]) -> None:
     """Each time, not only the first; the error names the argument, and the next call that is right works."""
-    for found, good in of(seen, "other_arguments"):
+    for found, good in groups.of(seen, "other_arguments"):
         for name, outcomes in found.items():
             for one in outcomes:
                 assert one["error"] == "RanksDisagreeError", (name, one)
@@ -482,7 +478,7 @@ def modes_of_torch(path: Path) -> Any:
 
 def test_default_device_and_inference_mode_do_not_matter(seen: list[dict[str, Any]]) -> None:
     """A default device, and a save inside inference_mode."""
-    for found in of(seen, "modes_of_torch"):
+    for found in groups.of(seen, "modes_of_torch"):
         assert [one["error"] for one in found] == [None, None], found
 
 
@@ -521,7 +517,7 @@ def warnings_during_a_write(path: Path) -> Any:
 
 def test_write_in_the_background_leaves_warnings_alone(seen: list[dict[str, Any]]) -> None:
     """A warning of the loop while a checkpoint is written is heard, and no filter is left behind."""
-    for given, same in of(seen, "warnings_during_a_write"):
+    for given, same in groups.of(seen, "warnings_during_a_write"):
         assert given == ["of the loop"]
         assert same
 
@@ -538,7 +534,7 @@ def communication_hook(path: Path) -> Any:
 
 def test_state_of_a_communication_hook_is_not_captured_and_told(seen: list[dict[str, Any]]) -> None:
     """The error feedback of PowerSGD is another tensor on each rank, in no state_dict."""
-    for given in of(seen, "communication_hook"):
+    for given in groups.of(seen, "communication_hook"):
         assert any("PowerSGDState of its communication hook" in text for text in given)
 
 
@@ -718,7 +714,7 @@ def gradient_that_one_rank_has_not(path: Path) -> Any:
 
 def test_gradient_that_one_rank_has_not_is_not_that_of_rank_0(seen: list[dict[str, Any]]) -> None:
     """An unused branch under no_sync: what is missing on a rank stays missing."""
-    first, second = of(seen, "gradient_that_one_rank_has_not")
+    first, second = groups.of(seen, "gradient_that_one_rank_has_not")
     assert all(first)
     assert not any(second)
 
@@ -741,7 +737,7 @@ def evaluation_before_a_step_that_saves_nothing(path: Path) -> Any:
 
 def test_no_rank_captures_by_itself(seen: list[dict[str, Any]]) -> None:
     """A capture reshards: done on one rank, the next forward pass would be waiting for the others."""
-    assert of(seen, "evaluation_before_a_step_that_saves_nothing") == [True, True]
+    assert groups.of(seen, "evaluation_before_a_step_that_saves_nothing") == [True, True]
 
 
 @case
@@ -768,7 +764,7 @@ def error_after_the_commit(path: Path) -> Any:
 
 def test_ranks_stay_in_step_after_an_error_behind_the_commit(seen: list[dict[str, Any]]) -> None:
     """All know that the checkpoint is there, and agree on when the next one is due."""
-    for found, state, rest in of(seen, "error_after_the_commit"):
+    for found, state, rest in groups.of(seen, "error_after_the_commit"):
         assert found["error"] == "SafeckptWarning"
         assert state == (4, 4)
         assert [(one["error"], one["step"]) for one in rest] == [(None, None), (None, 6)]
@@ -792,7 +788,7 @@ def refusals_and_what_comes_after(path: Path) -> Any:
 
 def test_refusal_goes_with_a_restore_and_is_raised_at_the_end(seen: list[dict[str, Any]]) -> None:
     """A step that was gone back over accuses nobody; one since the last meeting is told by close."""
-    for number, (forgotten, closed) in enumerate(of(seen, "refusals_and_what_comes_after")):
+    for number, (forgotten, closed) in enumerate(groups.of(seen, "refusals_and_what_comes_after")):
         assert forgotten == [None] * 10
         assert closed["error"] == ("NonFiniteError" if number == 1 else None)
 
@@ -813,7 +809,7 @@ def caught_disk_error(path: Path) -> Any:
 
 def test_step_has_ended_though_its_save_was_refused_by_the_disk(seen: list[dict[str, Any]]) -> None:
     """A loop that goes on after the error counts on, and the next step saves."""
-    for error, at, again in of(seen, "caught_disk_error"):
+    for error, at, again in groups.of(seen, "caught_disk_error"):
         assert (error, at, again["error"], again["step"]) == ("OSError", 2, None, 3)
 
 
