@@ -356,19 +356,20 @@ class CheckpointNotFoundError(LoadError, FileNotFoundError):
 
 
 class DamagedCheckpointError(LoadError, RuntimeError):
-    """A file does not hold the bytes that were written.
+    """A file does not hold the bytes that were written, or is another kind of file.
 
     Attributes:
         reason: The contradiction that was found, as one clause.
         record: Name of the damaged record, or region of the file; None when unknown.
     """
 
-    def __init__(self, *, path: object, reason: str, record: str | None = None) -> None:
+    def __init__(self, *, path: object, reason: str, record: str | None = None, next_step: str | None = None) -> None:
         where = f" (in {record})" if record else ""
+        earlier = "load an earlier checkpoint; CheckpointManager.restore() finds the newest good one by itself."
         super().__init__(
-            f"{path} is damaged: {reason}{where}.",
+            f"{path} is {'damaged' if next_step is None else 'no checkpoint'}: {reason}{where}.",
             _UNREAD,
-            "load an earlier checkpoint; CheckpointManager.restore() finds the newest good one by itself.",
+            earlier if next_step is None else f"{next_step}.",
             path=path,
         )
         self.reason = reason

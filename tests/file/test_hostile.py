@@ -189,7 +189,7 @@ def test_untrusted_type_is_named_with_what_to_do():
     with pytest.raises(UntrustedTypeError) as caught:
         load(own_file(pickled(b"cmy.module\nConfig\n)R")))
     assert caught.value.type_name == "my.module.Config"
-    assert "nothing of it was executed" in str(caught.value)
+    assert "none of its code was executed" in str(caught.value)
     assert "add_safe_globals([my.module.Config])" in str(caught.value)
 
 

@@ -106,7 +106,7 @@ def read_trailer(source: Source) -> Trailer | None:
         return trailer
     if _is_end(tail[-END_BYTES:], 0):
         return None
-    raise DamagedCheckpointError(path=source.path, reason=describe_foreign(source))
+    raise describe_foreign(source)
 
 
 def _is_end(data: bytes, comment_bytes: int) -> bool:
@@ -125,6 +125,10 @@ def read_archive(source: Source, trailer: Trailer | None) -> Archive:
     end_offset = source.size_bytes - END_BYTES - (TRAILER_BYTES if trailer else 0)
     offset, length, count = _locate(source, end_offset)
     data = source.read(offset, length)
+    if trailer is None and b"/constants.pkl" in data:
+        raise DamagedCheckpointError(
+            path=source.path, reason="it is a TorchScript archive", next_step="load it with torch.jit.load"
+        )
     entries = _entries(source, data, count)
     if trailer is not None:
         _check_own_layout(source, entries, offset, data, end_offset)
@@ -241,8 +245,6 @@ def _check_names(source: Source, entries: list[Entry]) -> str:
     if len(folders) != 1:
         raise _damaged(source, "it is a zip archive, but no torch file: there is more than one folder in it")
     folder: str = folders.pop()
-    if f"{folder}/constants.pkl".lower() in seen:
-        raise _damaged(source, "it is a TorchScript archive; load it with torch.jit.load", "constants.pkl")
     return folder
 
 

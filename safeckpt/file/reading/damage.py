@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from safeckpt.errors import listed
 from safeckpt.file import archive
 
 if TYPE_CHECKING:
@@ -33,9 +34,8 @@ def check_records(file: Archive) -> None:
 
 
 def _damaged_record(file: Archive, bad: list[Entry]) -> DamagedCheckpointError:
-    name = file.short_name(bad[0])
-    more = f", nor are those of {len(bad) - 1} more records" if len(bad) > 1 else ""
-    return file.damaged(f"the bytes of {name} are not those that were written{more}", name)
+    names = [file.short_name(entry) for entry in bad]
+    return file.damaged(f"the bytes of {listed(names)} are not those that were written", names[0])
 
 
 def find_damage(file: Archive) -> DamagedCheckpointError:

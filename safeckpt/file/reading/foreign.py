@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Final
 
+from safeckpt.errors import DamagedCheckpointError
 from safeckpt.file.archive import END_BYTES
 from safeckpt.file.trailer import MAGIC, TRAILER_BYTES
 
@@ -15,39 +16,45 @@ __all__ = ["describe_foreign"]
 
 _LONGEST_COMMENT: Final = 0xFFFF
 _HEAD_BYTES: Final = 512
-_LOAD_AND_SAVE: Final = "load it with torch.load and save it again"
+_CONVERT: Final = "load it with torch.load and save it again"
 _KINDS: Final = (
     # The legacy format: the magic number, pickled.
-    (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", f"in the format of torch before 1.6; {_LOAD_AND_SAVE}"),
-    (b"\x80", "a pickle, not a torch file"),
-    (b"\x1f\x8b", "compressed with gzip; unpack it first"),
-    (b"\x89HDF", "an HDF5 file"),
-    (b"\x93NUMPY", "a NumPy file; load it with numpy.load"),
-    (b"GGUF", "a GGUF file"),
-    (b"version https://git-lfs", "a pointer of Git LFS in the place of the file; fetch the file with git lfs pull"),
+    (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", "it is in the format of torch before 1.6", _CONVERT),
+    (b"\x80", "it is a pickle, not a torch file", "load what made it, and save its state_dict()"),
+    (b"\x1f\x8b", "it is compressed with gzip", "unpack it first"),
+    (b"\x89HDF", "it is an HDF5 file", "read it with h5py"),
+    (b"\x93NUMPY", "it is a NumPy file", "load it with numpy.load"),
+    (b"GGUF", "it is a GGUF file", "load the weights that it was made from"),
+    (b"version https://git-lfs", "it is a pointer of Git LFS, not the file itself", "fetch the file with git lfs pull"),
 )
 
 
-def describe_foreign(source: Source) -> str:
-    """Return why a file that does not end as a torch file does is none."""
+def describe_foreign(source: Source) -> DamagedCheckpointError:
+    """Return the error for a file that does not end as a torch file does."""
+    reason, next_step = _describe(source)
+    return DamagedCheckpointError(path=source.path, reason=reason, next_step=next_step)
+
+
+def _describe(source: Source) -> tuple[str, str | None]:
+    """Return what the file is, and what to do if it is another kind of file."""
     if not source.size_bytes:
-        return "it is empty"
+        return "it is empty", None
     head = source.read(0, min(source.size_bytes, _HEAD_BYTES))
     if not head.strip(b"\0"):
-        return "it starts with zeros, its first block was never written"
+        return "it starts with zeros, its first block was never written", None
     if head.startswith(b"PK\x03\x04"):
-        return _describe_cut_zip(source)
-    for start, kind in _KINDS:
+        return _describe_cut_zip(source), None
+    for start, reason, next_step in _KINDS:
         if head.startswith(start):
-            return f"it is {kind}"
+            return reason, next_step
     if head[257:262] == b"ustar":
-        return f"it is a tar archive, which torch wrote before version 0.1.10; {_LOAD_AND_SAVE}"
+        return "it is a tar archive, which torch wrote before version 0.1.10", _CONVERT
     if _is_safetensors(source, head):
-        return "it is a safetensors file; load it with safetensors.torch.load_file"
+        return "it is a safetensors file", "load it with safetensors.torch.load_file"
     text = head.lstrip().lower()
     if text.startswith((b"<!doctype html", b"<html", b"<?xml")):
-        return "it is a web page, perhaps the error page of a download; download the file again"
-    return "it is no torch file"
+        return "it is a web page, perhaps the error message of a download", "download the file again"
+    return "it is no torch file", None
 
 
 def _describe_cut_zip(source: Source) -> str:

@@ -56,7 +56,11 @@ def is_folder(f: str | os.PathLike[str] | IO[bytes]) -> bool:
     if not isinstance(f, (str, os.PathLike)):
         return False
     path = Path(f)
-    return path.is_dir() and ((path / INDEX).exists() or next(path.glob("*.distcp"), None) is not None)
+    return (
+        bool(os.fspath(f))
+        and path.is_dir()
+        and ((path / INDEX).exists() or next(path.glob("*.distcp"), None) is not None)
+    )
 
 
 def open_checkpoint(f: str | os.PathLike[str] | IO[bytes]) -> CheckpointFile | CheckpointFolder:
@@ -67,7 +71,7 @@ def open_checkpoint(f: str | os.PathLike[str] | IO[bytes]) -> CheckpointFile | C
     """
     if is_folder(f):
         return open_folder(f)  # type: ignore[arg-type]  # no open file is one
-    if isinstance(f, (str, os.PathLike)) and Path(f).is_dir():
+    if isinstance(f, (str, os.PathLike)) and os.fspath(f) and Path(f).is_dir():  # Path("") is the current directory
         text = f"Is a directory and no checkpoint; safeckpt.latest({os.fspath(f)!r}) finds the newest in it"
         raise IsADirectoryError(errno.EISDIR, text, os.fspath(f))
     return open_file(f)

@@ -6,6 +6,7 @@ or is removed.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import stat
@@ -240,6 +241,9 @@ def source_of(f: str | os.PathLike[str] | IO[bytes]) -> Source:
     """
     if isinstance(f, (str, os.PathLike)):
         path = os.fspath(f)
+        mode = os.stat(path).st_mode  # noqa: PTH116  text stays text in the error
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # opening a pipe would wait for whoever writes into it
+            raise OSError(errno.EINVAL, "Not a regular file; open it, read it into an io.BytesIO and load that", path)
         return Source(open(path, "rb", buffering=0), path, owned=True)  # noqa: PTH123  closed by its owner
     if isinstance(f, io.BufferedRandom):
         f.flush()  # what was written to it and is not in the file yet
