@@ -99,6 +99,24 @@ def test_stateful_dataloader_is_delegated_to(workers, kind):
     loader = ResumableLoader(make(), seed=1)
     for _ in loader:
         break
+    loader.end_epoch()
     state = loader.state_dict()
     assert (state["epoch"], state["batch"]) == (1, 0)
     assert exact(resumed(make, state, epochs=2)[0]) == exact(list(loader))
+
+
+def test_place_behind_the_last_step_is_reached_from_an_earlier_state():
+    """A loader that only says where it is now is put back, and passes over what was trained."""
+    run = straight(Shuffled)
+    loader = ResumableLoader(Shuffled(), seed=1)
+    loader.expect_end_step()
+    it = iter(loader)
+    for step in (1, 2, 3):
+        next(it)
+        if step < 3:
+            loader.end_step(step)
+        if step == 1:
+            loader.state_dict()
+    state = loader.state_dict()
+    assert (state["epoch"], state["batch"], state["snapshot"]["at"]) == (0, 2, 1)
+    assert resumed(Shuffled, state) == run.rest((0, 2))
