@@ -15,9 +15,12 @@ from safeckpt.state.guard import Guard, matcher
 from safeckpt.state.module import ModuleComponent
 from safeckpt.state.nonfinite import masks, nonfinite
 from safeckpt.state.random_streams import RngStreams
-from safeckpt.state.tree import join
 
 __all__ = ["Baseline", "GuardResult", "guard_from_record"]
+
+_EXCUSED_KINDS = frozenset({"module", "counters", "stateful"})
+# That a layer computes: an infinite one was ruined before, and every output is with it.
+_STATISTICS = frozenset({"running_mean", "running_var"})
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class GuardResult:
 
     Attributes:
         bad: Tensors that are refused.
-        excused: Names of buffers that hold only the infinities they always held.
+        excused: Names of tensors that hold only the infinities they always held, and of masks.
     """
 
     bad: list[NonFiniteTensor]
@@ -60,7 +63,7 @@ def _guarded(parts: Iterable[tuple[Component, Captured]], guard: Guard) -> Itera
 
 
 class Baseline:
-    """Where buffers held Inf when training began: attention masks and observers are made that way.
+    """Where tensors held Inf when training began, as attention masks, observers and forbidden transitions do.
 
     Args:
         components: The components as they are now; none when nothing is to be excused.
@@ -70,15 +73,12 @@ class Baseline:
         self._infinite: dict[str, torch.Tensor] = {}
         with RngStreams.untouched():  # a user's state_dict may draw
             for component in components.values():
-                if isinstance(component, ModuleComponent):
+                if component.kind in _EXCUSED_KINDS:
                     self._note(component)
 
-    def _note(self, module: ModuleComponent) -> None:
-        captured = module.capture()
-        parameters = {join(module.name, key) for key in captured.record["requires_grad"]}
-        buffers = (entry for entry in module.guarded(captured, Guard()) if entry[0] not in parameters)
-        for report, tensor in nonfinite(buffers):
-            if tensor.layout is torch.strided:
+    def _note(self, component: Component) -> None:
+        for report, tensor in nonfinite(component.guarded(component.capture(), Guard())):
+            if tensor.layout is torch.strided and report.name.rpartition(".")[2] not in _STATISTICS:
                 self._infinite[report.name] = masks(tensor)[1].cpu()
 
     def check(
@@ -94,9 +94,12 @@ class Baseline:
             guard: What has to be finite.
             release: See `nonfinite`.
         """
+        parts = list(parts)
         result = GuardResult([], [])
         for report, tensor in nonfinite(_guarded(parts, guard), release):
-            if self._is_old(report, tensor):
+            if self._is_old(report, tensor) or (
+                not report.nan_count and _is_buffer(report.name, parts) and _is_mask(tensor)
+            ):
                 result.excused.append(report.name)
             else:
                 result.bad.append(report)
@@ -107,3 +110,19 @@ class Baseline:
         if before is None or report.nan_count or tensor.size() != before.size():
             return False
         return not bool((masks(tensor)[1].cpu() & ~before).any())
+
+
+def _is_buffer(name: str, parts: Iterable[tuple[Component, Captured]]) -> bool:
+    owner, _, key = name.partition(".")
+    for component, captured in parts:
+        if component.name == owner and component.kind == ModuleComponent.kind:
+            return key in captured.state and key not in captured.record["requires_grad"]
+    return False
+
+
+def _is_mask(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a mask to be added: nothing but zeros and minus infinity, and some of both."""
+    if tensor.layout is not torch.strided or not tensor.is_floating_point():
+        return False
+    zeros, infinities = int((tensor == 0).sum()), int((tensor == -torch.inf).sum())
+    return bool(zeros and infinities and zeros + infinities == tensor.numel())

@@ -33,41 +33,50 @@ class Gradients:
     """
 
     def __init__(self, components: Mapping[str, Component]) -> None:
-        self._parameters = {name: p for one in components.values() for name, p in one.parameter_names().items()}
-        self._spent: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._components = components
+        # By optimizer and parameter: one that a second optimizer still needs is not spent.
+        self._spent: dict[tuple[int, int], tuple[weakref.ref[torch.Tensor], int]] = {}
         self._scalers = [one.obj for one in components.values() if isinstance(one.obj, torch.amp.GradScaler)]
-        optimizers = [one.obj for one in components.values() if isinstance(one.obj, Optimizer)]
-        self._held = {id(p) for optimizer in optimizers for p in _parameters(optimizer)}
-        self._hooks = [optimizer.register_step_post_hook(self._note) for optimizer in optimizers]
+        self._optimizers = [one.obj for one in components.values() if isinstance(one.obj, Optimizer)]
+        self._hooks = [optimizer.register_step_post_hook(self._note) for optimizer in self._optimizers]
 
     def _note(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for parameter in _parameters(optimizer):
             grad = parameter.grad
             if grad is not None:
                 # FSDP2 adds to the local part in place, which the version of a DTensor knows nothing of.
-                self._spent[id(parameter)] = (weakref.ref(grad), local_part(grad)._version)
+                self._spent[id(optimizer), id(parameter)] = (weakref.ref(grad), local_part(grad)._version)
+
+    def _named(self) -> dict[str, torch.Tensor]:
+        """Return the parameters by their first names, as they are now: a head may be replaced while training."""
+        named = [entry for one in self._components.values() for entry in one.parameter_names().items()]
+        return dict({id(parameter): (name, parameter) for name, parameter in reversed(named)}.values())
 
     def all(self) -> dict[str, torch.Tensor]:
         """Return every gradient there is, by the parameter's first name."""
-        found = {id(p): (name, p.grad) for name, p in reversed(self._parameters.items())}
-        return {name: grad.detach() for name, grad in found.values() if grad is not None}
+        return {name: p.grad.detach() for name, p in self._named().items() if p.grad is not None}
 
     def pending(self) -> dict[str, torch.Tensor]:
         """Return the gradients that a backward pass has touched since their optimizer's last step."""
-        names = {name: self._parameters[name] for name in self.all()}
-        return {name: grad for name, grad in self.all().items() if self._is_pending(names[name])}
+        held = [(id(optimizer), {id(p) for p in _parameters(optimizer)}) for optimizer in self._optimizers]
+        found = {}
+        for name, parameter in self._named().items():
+            holders = [optimizer for optimizer, parameters in held if id(parameter) in parameters]
+            if parameter.grad is not None and self._is_pending(parameter, parameter.grad, holders):
+                found[name] = parameter.grad.detach()
+        return found
 
-    def _is_pending(self, parameter: torch.Tensor) -> bool:
-        grad = parameter.grad
-        if grad is None or id(parameter) not in self._held:
-            return False
-        reference, version = self._spent.get(id(parameter), (None, -1))
-        if reference is not None and reference() is grad and local_part(grad)._version == version:
+    def _is_pending(self, parameter: torch.Tensor, grad: torch.Tensor, holders: list[int]) -> bool:
+        if all(self._is_spent(optimizer, parameter, grad) for optimizer in holders):
             return False
         if hasattr(grad, "to_local"):
             return True  # what its local part holds is no answer that all ranks would give
         # zero_grad(set_to_none=False) touches a gradient and leaves nothing in it.
         return bool(grad.count_nonzero()) if grad.layout is torch.strided else True
+
+    def _is_spent(self, optimizer: int, parameter: torch.Tensor, grad: torch.Tensor) -> bool:
+        reference, version = self._spent.get((optimizer, id(parameter)), (None, -1))
+        return reference is not None and reference() is grad and local_part(grad)._version == version
 
     def check(self, gradients: Mapping[str, torch.Tensor], guard: Guard) -> list[NonFiniteTensor]:
         """Return which of the gradients are not finite and would poison the next step.

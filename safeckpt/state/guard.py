@@ -22,6 +22,7 @@ __all__ = [
     "find_nonfinite",
     "guarded_tensors",
     "matcher",
+    "nonfinite_floats",
 ]
 
 _WIDEST = {"f": 8, "c": 16}  # bytes of the widest NumPy number of each kind that torch has too
@@ -95,9 +96,18 @@ def guarded_tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, torch.Te
             if leaf.dtype.kind in "fc" and leaf.dtype.itemsize <= _WIDEST[leaf.dtype.kind]:
                 # A copy: torch takes no memory that is read-only, runs backwards or has the other byte order.
                 yield name, torch.from_numpy(leaf.astype(leaf.dtype.newbyteorder("="), order="C"))
+        elif isinstance(leaf, torch.TypedStorage):
+            yield name, torch.empty(0, dtype=leaf.dtype, device=leaf.device).set_(leaf)
         elif isinstance(leaf, torch.nn.Module):
             for owned in (leaf.named_parameters(), leaf.named_buffers()):
                 yield from ((join(name, key), tensor) for key, tensor in owned)
+
+
+def nonfinite_floats(tree: Any, prefix: str = "", *, infinite: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (dotted name, value as a tensor) of the plain floats that are NaN, and Inf when these count as well."""
+    for name, leaf in named_leaves(tree, prefix):
+        if isinstance(leaf, float | complex | np.inexact) and not np.isfinite(leaf) and (infinite or np.isnan(leaf)):
+            yield name, torch.tensor(complex(leaf) if isinstance(leaf, complex) else float(leaf.real))
 
 
 def check_gradients(module: torch.nn.Module, *, allow: Sequence[str] = ()) -> None:

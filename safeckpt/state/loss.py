@@ -100,7 +100,7 @@ class _Reader:
             return self._container(value, path, level + 1)
         if isinstance(value, torch.Tensor):
             return self._several(_dense(value, path), path, level, "a tensor with NaN or Inf")
-        if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
+        if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc" and not np.ma.isMA(value):
             return self._several(_narrow(value, path), path, level, "an array with NaN or Inf")
         if value is None:
             return None

@@ -12,7 +12,7 @@ from torch import nn
 from safeckpt.errors import UnsavableStateError
 from safeckpt.state.component import Captured, Component, Order, class_name
 from safeckpt.state.fill import cannot_fill, fill_special, is_special
-from safeckpt.state.guard import Guard, guarded_tensors
+from safeckpt.state.guard import Guard, guarded_tensors, nonfinite_floats
 from safeckpt.state.tree import copy_tree, join
 from safeckpt.system.tensor_kind import TensorKind, has_own_copies, is_plain, kind_of
 
@@ -268,6 +268,8 @@ class ModuleComponent(Component):
         for key, value in captured.state.items():
             if guard.buffers or key in parameters:
                 yield from guarded_tensors(value, join(self.name, key))
+                if not isinstance(value, torch.Tensor):  # extra state
+                    yield from nonfinite_floats(value, join(self.name, key), infinite=False)
 
 
 def _self_loading(module: nn.Module) -> list[tuple[str, nn.Module]]:

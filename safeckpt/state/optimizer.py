@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from safeckpt.state.component import Captured, Component, Order, class_name, is_library_code
-from safeckpt.state.guard import Guard, guarded_tensors
+from safeckpt.state.guard import Guard, guarded_tensors, nonfinite_floats
 from safeckpt.state.matching import Matching, Slot, match, positional
 from safeckpt.state.options import overruled, plain, same
 from safeckpt.state.tree import copy_tree, detached, join, local_part, map_tensors
@@ -176,6 +176,7 @@ class OptimizerComponent(Component):
         """Yield `optimizer.<parameter name>.<key>` for state, `optimizer.param_groups.<n>.<option>` for options."""
         if not guard.optimizer:
             return
+        yield from nonfinite_floats(captured.state.get("param_groups"), join(self.name, "param_groups"))
         if not _is_usual(captured):
             yield from guarded_tensors(captured.state, self.name)
             return

@@ -27,6 +27,7 @@ __all__ = ["RESERVED_NAMES", "register", "uncaptured"]
 
 RESERVED_NAMES = ("safeckpt", "rng")  # the library's own key in the file, and the process's streams in `only=`
 
+_OF_LOADERS = ("dataset", "dataloader", "sampler", "batch_sampler", "leave_out")  # attributes that loaders have
 _ACCEPTED = (
     "a module, an optimizer, a scheduler, a gradient scaler, a loader with state_dict, a generator (torch, NumPy or "
     "random.Random), any object with state_dict and load_state_dict, or a plain dict"
@@ -112,6 +113,8 @@ def _refuse_hidden_parts(name: str, obj: Any) -> None:
 
 
 def _component(name: str, obj: Any) -> Component:
+    if type(obj) in (dict, list, tuple):
+        _refuse_hidden_components(name, obj)
     if isinstance(obj, nn.Module):
         return ModuleComponent(name, obj)
     if isinstance(obj, LRScheduler):
@@ -126,8 +129,7 @@ def _component(name: str, obj: Any) -> Component:
         return CountersComponent(name, obj)
     stateful = callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None))
     if stateful:
-        is_loader = isinstance(obj, DataLoader) or (hasattr(obj, "__iter__") and hasattr(obj, "__len__"))
-        return LoaderComponent(name, obj) if is_loader else StatefulComponent(name, obj)
+        return LoaderComponent(name, obj) if _is_loader(obj) else StatefulComponent(name, obj)
     if isinstance(obj, DataLoader):
         raise TypeError(
             f"{name!r} is a plain DataLoader, which has no position to save: a run resumed in the middle of an epoch "
@@ -136,6 +138,31 @@ def _component(name: str, obj: Any) -> Component:
     if obj is random or obj is np.random:
         raise TypeError(f"{name!r}: the module-wide streams are always captured and need no name")
     raise TypeError(f"{name!r} is a {class_name(obj)}, which has no state that can be captured; give {_ACCEPTED}")
+
+
+def _is_loader(obj: Any) -> bool:
+    """Return whether an object with a state hands out batches; a replay buffer has the same methods and holds data."""
+    if isinstance(obj, DataLoader):
+        return True
+    names = (kind.__name__.lower() for kind in type(obj).__mro__)
+    named = any("loader" in name for name in names) or any(hasattr(obj, name) for name in _OF_LOADERS)
+    return named and hasattr(obj, "__iter__") and hasattr(obj, "__len__")
+
+
+def _refuse_hidden_components(name: str, obj: Any) -> None:
+    """Refuse a dict or list of objects that are components themselves: as plain values they cannot be saved.
+
+    Raises:
+        TypeError: Naming the first, and what to write.
+    """
+    items = obj.items() if isinstance(obj, Mapping) else enumerate(obj) if isinstance(obj, list | tuple) else ()
+    for key, value in items:
+        if isinstance(value, nn.Module | Optimizer | LRScheduler | torch.amp.GradScaler):
+            values = f"{name}.items()" if isinstance(obj, Mapping) else f"enumerate({name})"
+            raise TypeError(
+                f"{name!r} holds a {class_name(value)} at {key!r}, which has to be a component by itself: "
+                f"{{..., **{{f'{name}_{{key}}': value for key, value in {values}}}}}"
+            )
 
 
 def _inner(obj: Any) -> Iterator[Optimizer | LRScheduler]:

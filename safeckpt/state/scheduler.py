@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from safeckpt.state.component import Captured, Component, Order
-from safeckpt.state.guard import Guard
+from safeckpt.state.guard import Guard, nonfinite_floats
 from safeckpt.state.options import overruled, plain
 from safeckpt.state.tree import copy_tree, detached, join
 
@@ -20,6 +20,7 @@ _NOT_OPTIONS = frozenset({"optimizer", "optimizers", "last_epoch", "schedulers",
 # What constructors of torch compute from arguments that they do not keep.
 _COMPUTED = frozenset({"base_lrs", "total_size", "step_ratio", "_schedule_phases"})
 _COMPUTED_FROM = {"total_steps": ("_schedule_phases",)}
+_RATES = frozenset({"base_lrs", "_last_lr"})
 _INNER = "_schedulers"  # attribute and state key of composed schedulers
 
 
@@ -61,8 +62,11 @@ class SchedulerComponent(Component):
         self._first = copy_tree(captured.record["first"])
 
     def guarded(self, captured: Captured, guard: Guard) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield nothing: ReduceLROnPlateau's best starts at infinity."""
-        yield from ()
+        """Yield floats that are NaN, and rates that are infinite; ReduceLROnPlateau's best starts at infinity."""
+        yield from nonfinite_floats(captured.state, self.name, infinite=False)
+        for key in _RATES & captured.state.keys():
+            floats = nonfinite_floats(captured.state[key], join(self.name, key))
+            yield from ((name, value) for name, value in floats if not value.isnan())
 
     def replaced(self, captured: Captured) -> list[str]:
         """Return the constructor arguments in which file and script disagree, of composed schedulers too."""

@@ -237,6 +237,7 @@ def plan(
         if rng is not None:
             found += RngStreams.check(rng)
         found += _check_ties(own["ties"], parts)
+        found += _check_gradients(own["gradients"], parts)
         if found:
             raise StateMismatchError(mismatches=found, path=path)
         parts = _keep_live(parts, keep_live)
@@ -284,6 +285,23 @@ def _check_ties(saved: list[list[str]], parts: list[tuple[Component, Captured]])
     untied = [f"{_and(names)}: one tensor in the checkpoint, separate tensors now" for names in before - live]
     tied = [f"{_and(names)}: separate tensors in the checkpoint, one tensor now" for names in live - before]
     return sorted(untied) + sorted(tied)
+
+
+def _check_gradients(saved: Mapping[str, torch.Tensor], parts: list[tuple[Component, Captured]]) -> list[str]:
+    """Compare saved gradients with the parameters that they will be given to."""
+    live = _parameters({component.name: component for component, _ in parts})
+    owners = {component.name for component, _ in parts}
+    found = []
+    for name, gradient in saved.items():
+        if name.partition(".")[0] not in owners:
+            continue
+        if name not in live:
+            found.append(f"{name}: the checkpoint has a gradient for it, and there is no such parameter now")
+        elif gradient.size() != live[name].size():
+            found.append(
+                f"{name}: saved gradient of shape {list(gradient.size())}, live shape {list(live[name].size())}"
+            )
+    return found
 
 
 def _and(names: Iterable[str]) -> str:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 from safeckpt.state.component import Captured, Component, Order, class_name
-from safeckpt.state.guard import Guard
+from safeckpt.state.containers import from_plain, to_plain
+from safeckpt.state.fill import cannot_fill, fill_special, is_special
+from safeckpt.state.guard import Guard, guarded_tensors, nonfinite_floats
 from safeckpt.state.options import overruled
-from safeckpt.state.tree import copy_tree, detached, join, named_tensors
+from safeckpt.state.tree import copy_tree, detached, named_leaves, named_tensors
 
 __all__ = ["CountersComponent", "LoaderComponent", "ScalerComponent", "StatefulComponent"]
 
@@ -20,16 +24,31 @@ class StatefulComponent(Component):
 
     kind = "stateful"
 
+    def capture(self) -> Captured:
+        """Return the object's `state_dict`, in containers that a file can hold."""
+        state, notes = to_plain(detached(self.obj.state_dict()), self.name)
+        record: dict[str, Any] = {"class": class_name(self.obj)}
+        return Captured(state, {**record, "containers": notes} if notes else record)
+
     def check(self, captured: Captured) -> list[str]:
         """Ask the object itself, when it can tell, whether the state fits."""
         found = super().check(captured)
         if not found and hasattr(self.obj, "check_state"):
-            found = [f"{self.name}: {difference}" for difference in self.obj.check_state(captured.state)]
+            found = [f"{self.name}: {difference}" for difference in self.obj.check_state(_restored(captured))]
         return found
 
     def apply(self, captured: Captured) -> None:
         """Hand a copy of the state to `load_state_dict`."""
-        self.obj.load_state_dict(copy_tree(captured.state))
+        self.obj.load_state_dict(_restored(captured))
+
+    def guarded(self, captured: Captured, guard: Guard) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield tensors, and plain floats that are NaN: the best loss so far may be infinite."""
+        yield from super().guarded(captured, guard)
+        yield from nonfinite_floats(captured.state, self.name, infinite=False)
+
+
+def _restored(captured: Captured) -> Any:
+    return from_plain(copy_tree(captured.state), captured.record.get("containers", []))
 
 
 class ScalerComponent(StatefulComponent):
@@ -71,10 +90,8 @@ class ScalerComponent(StatefulComponent):
         return Captured({**captured.state, **kept}, {**captured.record, "first": first})
 
     def guarded(self, captured: Captured, guard: Guard) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the scale, which is a plain float in the state."""
-        scale = captured.state.get("scale")
-        if scale is not None:
-            yield join(self.name, "scale"), torch.as_tensor(scale, dtype=torch.float64)
+        """Yield the plain floats that are not finite: the scale, and the factors by which it moves."""
+        yield from nonfinite_floats(captured.state, self.name)
 
 
 def _scaler_options(state: dict[str, Any]) -> dict[str, Any]:
@@ -86,10 +103,6 @@ class LoaderComponent(StatefulComponent):
 
     kind = "loader"
     order = Order.LOADER
-
-    def guarded(self, captured: Captured, guard: Guard) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield nothing: a position holds no weights."""
-        yield from ()
 
 
 class CountersComponent(Component):
@@ -104,60 +117,81 @@ class CountersComponent(Component):
 
     def parameter_names(self) -> dict[str, torch.Tensor]:
         """Return the tensors that are trained, such as a learned temperature that belongs to no module."""
-        return {name: tensor for name, tensor in named_tensors(self.obj, self.name) if tensor.requires_grad}
+        return {name: tensor for name, tensor in self._tensors() if tensor.requires_grad}
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return named_tensors(to_plain(self.obj, self.name)[0], self.name)
 
     def capture(self) -> Captured:
-        """Return the dict itself."""
-        return Captured(detached(self.obj), {"trained": list(self.parameter_names())})
+        """Return the dict itself, in containers that a file can hold."""
+        state, notes = to_plain(self.obj, self.name)
+        record: dict[str, Any] = {"trained": list(self.parameter_names())}
+        return Captured(detached(state), {**record, "containers": notes} if notes else record)
 
     def check(self, captured: Captured) -> list[str]:
         """Refuse a file without an entry that the script has, or with another form of something that is trained.
 
         Entries added while training come back, or go when the file is from before.
         """
-        found = []
-        for key, live in self.obj.items():
-            if key not in captured.state and key in self._expected:
-                found.append(f"{self.name}: entry {key!r} is not in the checkpoint")
-            elif isinstance(live, torch.Tensor) and live.requires_grad and not _fits(live, captured.state.get(key)):
-                before, now = _kind_of(captured.state.get(key)), _kind_of(live)
-                found.append(f"{self.name}: entry {key!r}, which is trained, was {before}, now it is {now}")
+        missing = [key for key in self.obj if key not in captured.state and key in self._expected]
+        found = [f"{self.name}: entry {key!r} is not in the checkpoint" for key in missing]
+        saved = dict(named_leaves(captured.state, self.name, whole=(set, frozenset), empty=True))
+        for name, live in self.parameter_names().items():
+            value = saved.get(name)
+            keys = name.removeprefix(f"{self.name}.")
+            if not _fits(live, value) and not any(keys == str(key) for key in missing):
+                before, now = _kind_of(value), _kind_of(live)
+                found.append(f"{self.name}: entry {keys!r}, which is trained, was {before}, now it is {now}")
         return found
 
     def apply(self, captured: Captured) -> None:
-        """Replace the contents, those of inner dicts, lists, sets and tensors in place as well."""
-        _fill(self.obj, copy_tree(captured.state))
+        """Replace the contents in place, those of inner containers, tensors and arrays as well."""
+        _filled(self.obj, _restored(captured))
 
     def guarded(self, captured: Captured, guard: Guard) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield what is trained, nothing else: the best loss so far starts at infinity."""
-        trained = captured.record["trained"]
-        yield from ((name, tensor) for name, tensor in named_tensors(captured.state, self.name) if name in trained)
+        """Yield the tensors; plain floats may be infinite or NaN, as a metric is before it is computed first."""
+        yield from guarded_tensors(captured.state, self.name)
 
 
 def _fits(live: torch.Tensor, saved: Any) -> bool:
     if not isinstance(saved, torch.Tensor):
         return False
-    return saved.size() == live.size() and saved.dtype == live.dtype and saved.layout == live.layout
+    same = saved.size() == live.size() and saved.dtype == live.dtype and saved.layout == live.layout
+    return same and not (is_special(live) and any(cannot_fill(live, saved)))
 
 
 def _kind_of(value: Any) -> str:
     return f"{value.dtype} {list(value.size())}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
 
 
-def _fill(live: dict[Any, Any], saved: dict[Any, Any]) -> None:
-    for key in [key for key in live if key not in saved]:
-        del live[key]
-    for key, value in saved.items():
-        old = live.get(key)
-        if type(old) is dict and type(value) is dict:
-            _fill(old, value)
-        elif type(old) is list and type(value) is list:
-            old[:] = value
-        elif type(old) is set and type(value) is set:
-            old.clear()
-            old.update(value)
-        elif isinstance(old, torch.Tensor) and _fits(old, value):
-            with torch.no_grad():
-                old.copy_(value)
-        else:
-            live[key] = value
+def _filled(live: Any, saved: Any) -> Any:
+    """Return what takes the place of a live value: itself, with the saved contents, wherever that is possible."""
+    if isinstance(live, torch.Tensor) and _fits(live, saved):
+        with torch.no_grad():
+            fill_special(live.detach(), saved) if is_special(live) else live.copy_(saved)
+    elif isinstance(live, np.ndarray) and _is_same_form(live, saved):
+        live[...] = saved
+    elif isinstance(live, dict) and isinstance(saved, dict):
+        for key in [key for key in live if key not in saved]:
+            del live[key]
+        for key, value in saved.items():
+            live[key] = _filled(live[key], value) if key in live else value
+    elif isinstance(live, list | deque) and type(saved) is type(live):
+        items = [_filled(one, other) for one, other in zip(live, saved, strict=False)]
+        items.extend(list(saved)[len(items) :])
+        live.clear()
+        live.extend(items)
+    elif type(live) is tuple and type(saved) is tuple and len(live) == len(saved):
+        parts = tuple(map(_filled, live, saved))
+        return live if all(one is other for one, other in zip(parts, live, strict=True)) else parts
+    elif type(live) is set and type(saved) is set:
+        live.clear()
+        live.update(saved)
+    else:
+        return saved
+    return live
+
+
+def _is_same_form(live: np.ndarray[Any, Any], saved: Any) -> bool:
+    same = isinstance(saved, np.ndarray) and saved.shape == live.shape and saved.dtype == live.dtype
+    return same and live.flags.writeable

@@ -1,6 +1,7 @@
 """The guard: what it looks at, what it lets pass, and what it says."""
 
 import math
+import warnings
 from collections import OrderedDict
 
 import numpy as np
@@ -240,8 +241,50 @@ def test_parameters_are_guarded_whatever_is_switched_off():
     """A NaN weight is refused with buffers and optimizer unguarded, and even when it was there from the start."""
     model = Net()
     with torch.no_grad():
-        model.last.bias[0] = INF
+        model.last.bias[0] = NAN
     assert names(judge({"model": model}, Guard(optimizer=False, buffers=False)).bad) == ["model.last.bias"]
+
+
+def test_infinities_that_a_parameter_always_had_are_excused():
+    """Forbidden transitions of a CRF are made that way; a new infinity is refused."""
+    model = nn.Module()
+    model.transitions = nn.Parameter(torch.tensor([[0.0, -INF], [1.0, 2.0]]))
+    registered = register({"model": model})
+    baseline = Baseline(registered)
+    assert baseline.check(capture(registered).parts, Guard()).excused == ["model.transitions"]
+    with torch.no_grad():
+        model.transitions[1, 1] = INF
+    assert names(baseline.check(capture(registered).parts, Guard()).bad) == ["model.transitions"]
+
+
+def test_statistics_that_were_infinite_from_the_start_are_refused():
+    """A variance that is infinite was ruined before, and makes every output wrong: it is no mask."""
+    model = Net()
+    model.norm.running_var.fill_(INF)
+    assert names(judge({"model": model}).bad) == ["model.norm.running_var"]
+
+
+@pytest.mark.parametrize(
+    "first", [None, torch.zeros(0), torch.tensor([[0.0, -INF], [0.0, 0.0]])], ids=["none", "empty", "small"]
+)
+def test_mask_that_is_made_or_grows_while_training_passes(first):
+    """Nothing but zeros and minus infinity in a buffer is a mask; with any other value in it, it is not."""
+    model = nn.Module()
+    model.register_buffer("mask", first)
+    model.weight = nn.Parameter(torch.zeros(3, 3))
+    registered = register({"model": model})
+    baseline = Baseline(registered)
+    model.mask = torch.full((3, 3), -INF).triu(1)
+    result = baseline.check(capture(registered).parts, Guard())
+    assert (names(result.bad), result.excused) == ([], ["model.mask"])
+    model.mask[0, 0] = 0.5
+    assert names(baseline.check(capture(registered).parts, Guard()).bad) == ["model.mask"]
+    model.mask = torch.full((3, 3), -INF)
+    assert names(baseline.check(capture(registered).parts, Guard()).bad) == ["model.mask"]
+    model.mask = torch.zeros(3, 3)
+    with torch.no_grad():
+        model.weight.copy_(torch.full((3, 3), -INF).triu(1))
+    assert names(baseline.check(capture(registered).parts, Guard()).bad) == ["model.weight"]
 
 
 def test_batch_norm_statistics_alone_are_refused():
@@ -273,7 +316,7 @@ def test_infinities_that_a_buffer_always_had_are_excused(dtype):
     assert bad() == ["model.mask"]
     model.mask[0] = NAN
     assert bad() == ["model.mask"]
-    model.mask = torch.tensor([0.0, -INF, -INF, 0.0]).to(dtype)
+    model.mask = torch.tensor([0.5, -INF, -INF, 0.0]).to(dtype)
     assert bad() == ["model.mask"]  # another shape, so other places
     model.mask = torch.zeros(3).to(dtype)
     model.other[1] = INF
@@ -326,6 +369,89 @@ def test_two_entries_of_one_name_are_both_judged():
     assert names(judge({"odd": Odd()}).bad) == ["odd.a.b"]
 
 
+class Holder:
+    """Any object with a state."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+class Replay(Holder):
+    """With the methods of a loader."""
+
+    def __iter__(self):
+        return iter(())
+
+    def __len__(self):
+        return 1
+
+
+class Loader(Replay):
+    """A loader whose state holds numbers."""
+
+
+class Extra(nn.Module):
+    """A module with plain values as extra state."""
+
+    scale = NAN
+
+    def get_extra_state(self):
+        return {"scale": self.scale}
+
+    def set_extra_state(self, state):
+        self.scale = state["scale"]
+
+
+def typed_storage():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.FloatStorage([NAN])
+
+
+SPOILED = {
+    "lr": (lambda c: c["optimizer"].param_groups[0].update(lr=NAN), "optimizer.param_groups.0.lr"),
+    "infinite lr": (lambda c: c["optimizer"].param_groups[0].update(lr=INF), "optimizer.param_groups.0.lr"),
+    "NumPy lr": (lambda c: c["optimizer"].param_groups[0].update(lr=np.float64(NAN)), "optimizer.param_groups.0.lr"),
+    "betas": (lambda c: c["optimizer"].param_groups[0].update(betas=(0.9, NAN)), "optimizer.param_groups.0.betas.1"),
+    "base_lrs": (lambda c: c["scheduler"].base_lrs.__setitem__(0, NAN), "scheduler.base_lrs.0"),
+    "infinite base_lrs": (lambda c: c["scheduler"].base_lrs.__setitem__(0, INF), "scheduler.base_lrs.0"),
+    "gamma": (lambda c: setattr(c["scheduler"], "gamma", NAN), "scheduler.gamma"),
+    "growth": (lambda c: c["scaler"].set_growth_factor(INF), "scaler.growth_factor"),
+    "float of an object": (lambda c: c["object"].state.update(a=[1.0, NAN]), "object.a.1"),
+    "array of an object": (lambda c: c["object"].state.update(a=np.array([NAN])), "object.a"),
+    "tensor of a replay buffer": (lambda c: c["replay"].state.update(obs=torch.tensor([NAN])), "replay.obs"),
+    "tensor of a loader": (lambda c: c["loader"].state.update(obs=torch.tensor([NAN])), "loader.obs"),
+    "storage": (lambda c: c["object"].state.update(a=typed_storage()), "object.a"),
+    "tensor of a dict": (lambda c: c["ema"].update(weight=torch.tensor([NAN])), "ema.weight"),
+    "tensor in a list of a dict": (lambda c: c["ema"].update(shadow=[torch.tensor([INF])]), "ema.shadow.0"),
+    "extra state": (lambda c: c["model"].add_module("extra", Extra()), "model.extra._extra_state.scale"),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("kind", SPOILED)
+def test_number_that_ruins_the_run_is_refused_under_its_name(kind):
+    """A plain float, an array, or a tensor that no module holds can be NaN as well."""
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    components = {
+        "model": model, "optimizer": optimizer, "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1),
+        "scaler": torch.amp.GradScaler("cpu", init_scale=2.0), "object": Holder({"best": INF}), "replay": Replay({}),
+        "loader": Loader({}), "ema": {"weight": torch.ones(1), "best": INF, "first": torch.tensor(INF), "metric": NAN},
+    }  # fmt: skip
+    baseline = Baseline(register(components))
+    assert judge(components, baseline=baseline).bad == []
+    spoil, name = SPOILED[kind]
+    spoil(components)
+    assert names(judge(components, baseline=baseline).bad) == [name]
+
+
 def test_scale_of_a_scaler_is_guarded():
     """A gradient scale that has overflowed is refused, though it is a plain float."""
     scaler = torch.amp.GradScaler("cpu", init_scale=INF)
@@ -338,7 +464,8 @@ def test_infinite_numbers_that_are_no_weights_pass():
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-    counters = {"best": INF, "history": torch.tensor([NAN]), "temperature": torch.tensor([0.5], requires_grad=True)}
+    counters = {"best": INF, "least": torch.tensor(INF), "mean": NAN}
+    counters["temperature"] = torch.tensor([0.5], requires_grad=True)
     components = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "counters": counters}
     assert judge(components).bad == []
     with torch.no_grad():

@@ -42,6 +42,18 @@ class Half:
 class Sized(Stateful):
     """A loader of another make."""
 
+    dataset = ()
+
+    def __iter__(self):
+        return iter(())
+
+    def __len__(self):
+        return 0
+
+
+class Replay(Stateful):
+    """A replay buffer has the methods of a loader, and holds data."""
+
     def __iter__(self):
         return iter(())
 
@@ -66,7 +78,7 @@ KINDS = {
         torch.Generator(), np.random.default_rng(1), np.random.RandomState(1), np.random.PCG64(1), random.Random(1),
     ],
     "loader": [Loader(TensorDataset(torch.zeros(2))), Sized()],
-    "stateful": [Stateful()],
+    "stateful": [Stateful(), Replay()],
     "counters": [{}, {"a": 1}],
 }  # fmt: skip
 

@@ -1,0 +1,210 @@
+"""Containers and arrays that a file has no word for come back as what they were; trained tensors stay the same ones."""
+
+import random
+from collections import Counter, OrderedDict, defaultdict, deque
+
+import numpy as np
+import pytest
+import torch
+
+from safeckpt import CheckpointManager, UnsavableStateError
+from safeckpt.state import register
+from safeckpt.state.containers import from_plain, to_plain
+from tests.state.photo import likeness
+from tests.state.runs import give, payload_of, refusal
+
+
+class Holder:
+    """Any object with a state."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def contents():
+    return {
+        "obs": np.arange(6, dtype=np.float32).reshape(3, 2),
+        "flags": np.array([True, False]),
+        "words": np.arange(3, dtype=np.uint16),
+        "big": np.arange(3, dtype=">i4"),
+        "recent": deque([1.5, np.zeros(2), deque([1])], maxlen=5),
+        "counts": defaultdict(int, {"a": 1}),
+        "lists": defaultdict(list, {3: [1, np.ones(1)]}),
+        "tuple": (1, np.full((), 7.0), {"x": deque()}),
+        "plain": [1, "two", None, {"three": 3}],
+        "ordered": OrderedDict(a=1),
+        "counter": Counter("aab"),
+        "tensor": torch.ones(2),
+    }
+
+
+def described(value):
+    """Return types and values all the way down."""
+    if isinstance(value, deque):
+        return ("deque", value.maxlen, [described(item) for item in value])
+    if isinstance(value, defaultdict):
+        return ("defaultdict", value.default_factory, {key: described(item) for key, item in value.items()})
+    if isinstance(value, np.ndarray):
+        return (type(value).__name__, value.dtype.str, value.shape, value.tolist())
+    if isinstance(value, dict):
+        return (type(value).__name__, {key: described(item) for key, item in value.items()})
+    if isinstance(value, list | tuple):
+        return (type(value).__name__, [described(item) for item in value])
+    return likeness(value)
+
+
+def test_state_of_an_object_comes_back_in_its_containers_and_arrays(memory_path):
+    """Through a file, every deque, defaultdict and array has its type, dtype, length limit and factory."""
+    with CheckpointManager(memory_path, {"object": Holder(contents()), "c": {}}) as manager:
+        path = manager.save(1).path
+    loaded = torch.load(path)["object"]
+    assert (type(loaded["obs"]), type(loaded["recent"]), type(loaded["counts"])) == (torch.Tensor, list, dict)
+    restored = Holder({})
+    with CheckpointManager(memory_path, {"object": restored, "c": {}}) as manager:
+        manager.restore()
+        assert described(restored.state) == described(contents())
+        restored.state["obs"][0] = 9
+        restored.state["recent"].append(2)
+        manager.rollback(changed=True)
+        assert described(restored.state) == described(contents())
+
+
+def test_state_without_such_containers_is_handed_on_as_it_is():
+    """Nothing is copied for the many states that need no note."""
+    tree = {"a": [1, (2, {"b": torch.ones(1)})], 3: OrderedDict(c=[4])}
+    plain, notes = to_plain(tree, "x")
+    assert plain is tree
+    assert notes == []
+    assert from_plain(tree, notes) is tree
+
+
+def test_factory_that_no_file_can_hold_is_refused_by_name(memory_path):
+    """A defaultdict that makes values with a function is refused when the manager is built, with the way out."""
+    holder = Holder({"a": [defaultdict(lambda: 1)]})
+    with pytest.raises(UnsavableStateError, match=r"object\.a\.0 is a defaultdict with a factory of its") as caught:
+        CheckpointManager(memory_path, {"object": holder})
+    assert "dict(object.a.0)" in str(caught.value)
+
+
+def test_dict_is_filled_in_place_all_the_way_down(memory_path):
+    """Whoever holds a container, an array or a tensor of a plain dict sees the restored values in it."""
+    first = {
+        "deque": deque([torch.ones(2), 3], maxlen=4), "default": defaultdict(list, {"a": [1]}),
+        "array": np.arange(4.0), "tuple": (torch.zeros(2), [1, 2]), "list": [torch.zeros(3), {"x": np.zeros(2)}],
+    }  # fmt: skip
+    with CheckpointManager(memory_path, {"c": first, "d": {}}) as manager:
+        manager.save(1)
+    held = [
+        first["deque"], first["deque"][0], first["default"], first["default"]["a"], first["array"], first["tuple"][0],
+        first["tuple"][1], first["list"][0], first["list"][1]["x"],
+    ]  # fmt: skip
+    before = [described(item) for item in held]
+    for item in (first["deque"][0], first["tuple"][0], first["list"][0]):
+        item.fill_(7)
+    first["array"][:] = first["list"][1]["x"][:] = 7
+    first["deque"].append(1)
+    first["default"]["b"].append(2)
+    first["default"]["a"].append(2)
+    first["tuple"][1].clear()
+    tuple_before = first["tuple"]
+    with CheckpointManager(memory_path, {"c": first, "d": {}}) as manager:
+        manager.restore()
+    assert [described(item) for item in held] == before
+    assert first["deque"] is held[0]
+    assert first["default"]["a"] is held[3]
+    assert first["tuple"] is tuple_before
+
+
+def places():
+    def tensor():
+        return torch.ones(3, requires_grad=True)
+
+    return {
+        "list": ({"layers": [tensor(), tensor()]}, lambda d: d["layers"][1], "layers.1"),
+        "tuple": ({"layers": (tensor(), 1)}, lambda d: d["layers"][0], "layers.0"),
+        "dict in a list": ({"layers": [{"w": tensor()}]}, lambda d: d["layers"][0]["w"], "layers.0.w"),
+        "deque": ({"layers": deque([tensor()])}, lambda d: d["layers"][0], "layers.0"),
+        "entry": ({"w": tensor()}, lambda d: d["w"], "w"),
+    }
+
+
+@pytest.mark.parametrize("place", places())
+def test_trained_tensor_in_a_dict_stays_the_one_that_the_optimizer_holds(place, memory_path):
+    """Restored in place, at any depth, and still trained: the next step moves what the dict holds."""
+    values, get, _ = places()[place]
+    weight = get(values)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    with CheckpointManager(memory_path, {"params": values, "optimizer": optimizer}) as manager:
+        manager.save(1)
+        (weight.sum() * 5).backward()
+        optimizer.step()
+        assert weight.tolist() == [0.5] * 3
+        manager.restore(1)
+    assert get(values) is weight
+    assert weight.requires_grad
+    assert weight.tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("place", places())
+def test_trained_tensor_of_another_form_is_refused_by_its_key_path(place):
+    """What the optimizer holds cannot be exchanged for another tensor."""
+    values, get, path = places()[place]
+    payload = payload_of({"params": values})
+    with torch.no_grad():
+        get(values).set_(torch.ones(4))
+    (mismatch,) = refusal(payload, {"params": values})
+    assert mismatch == (f"params: entry {path!r}, which is trained, was torch.float32 [3], now it is torch.float32 [4]")
+
+
+def test_list_with_fewer_trained_tensors_is_refused():
+    """A trained tensor without a saved value would keep its own, silently."""
+    payload = payload_of({"params": {"layers": [torch.ones(1, requires_grad=True)]}})
+    live = {"params": {"layers": [torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)]}}
+    assert refusal(payload, live) == [
+        "params: entry 'layers.1', which is trained, was a NoneType, now it is torch.float32 [1]"
+    ]
+
+
+HIDDEN = {
+    "dict of optimizers": (lambda m: {"a": torch.optim.SGD(m.parameters(), lr=1)}, "holds a SGD at 'a'"),
+    "list of optimizers": (lambda m: [torch.optim.SGD(m.parameters(), lr=1)], "holds a SGD at 0"),
+    "tuple of modules": (lambda m: (m, m), "holds a Linear at 0"),
+    "dict with a scaler": (lambda _: {"n": 1, "s": torch.amp.GradScaler("cpu")}, "holds a GradScaler at 's'"),
+}
+
+
+@pytest.mark.parametrize("kind", HIDDEN)
+def test_components_inside_a_container_are_refused_when_the_manager_is_built(kind):
+    """As plain values they could not be saved; the text has the line to write instead."""
+    make, text = HIDDEN[kind]
+    with pytest.raises(TypeError, match=text) as caught:
+        register({"things": make(torch.nn.Linear(1, 1))})
+    assert "{..., **{f'things_{key}': value for key, value in" in str(caught.value)
+
+
+def test_random_contents_come_back(memory_path):
+    """Containers nested at random, each through a save and a restore."""
+    drawn = random.Random(5)
+
+    def make(depth):
+        kind = drawn.choice(["list", "tuple", "dict", "deque", "default", "array", "number"] if depth else ["number"])
+        few = [make(depth - 1) for _ in range(drawn.randrange(3))] if depth else []
+        return {
+            "list": few, "tuple": tuple(few), "dict": dict(enumerate(few)),
+            "deque": deque(few, drawn.choice([None, 4])),
+            "default": defaultdict(drawn.choice([int, list, None]), enumerate(few)), "array": np.arange(float(depth)),
+            "number": depth,
+        }[kind]  # fmt: skip
+
+    states = {f"o{index}": make(5) for index in range(40)}
+    payload = payload_of({name: Holder({"s": state}) for name, state in states.items()})
+    live = {name: Holder({}) for name in states}
+    give(payload, live)
+    for name, state in states.items():
+        assert described(live[name].state["s"]) == described(state)
