@@ -26,6 +26,15 @@ def test_newest_section_of_the_changelog_is_this_version() -> None:
     assert sections[:2] == ["Unreleased", safeckpt.__version__]
 
 
+def test_sections_of_the_changelog_have_each_heading_once() -> None:
+    """The headings are those that the file names, none twice in a section."""
+    allowed = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security", "Format"}
+    for section in re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1:]:
+        headings = re.findall(r"^### (.+)$", section, re.MULTILINE)
+        assert len(headings) == len(set(headings)), section[:20]
+        assert set(headings) <= allowed
+
+
 def test_oldest_packages_that_are_tested_are_the_oldest_that_are_allowed() -> None:
     """`.ci/run oldest` installs the floor of each dependency, and every dependency has one."""
     needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
