@@ -235,7 +235,7 @@ class UnsavableStateError(SaveError, TypeError):
 
 
 class StepExistsError(SaveError, FileExistsError):
-    """The last saved or restored step was saved again.
+    """The last saved or restored step was saved again, with a different state.
 
     Attributes:
         step: That step.
@@ -243,7 +243,7 @@ class StepExistsError(SaveError, FileExistsError):
 
     def __init__(self, *, step: int, path: object = None) -> None:
         super().__init__(
-            f"Step {step} is already saved.",
+            f"Step {step} is already saved, and the state is different now.",
             f"the checkpoint of step {step} is untouched.",
             "save a higher step: the number of completed optimizer steps rises between two saves.",
             path=path,
@@ -258,20 +258,31 @@ class DirectoryInUseError(SaveError, FileExistsError):
     Attributes:
         directory: The directory.
         steps: Steps of the checkpoints in it, ascending.
+        restored_only: The components that were restored, when it was a part of a checkpoint; else None.
     """
 
-    def __init__(self, *, directory: object, steps: Sequence[int]) -> None:
+    def __init__(self, *, directory: object, steps: Sequence[int], restored_only: Sequence[str] | None = None) -> None:
         newest = ", ".join(map(str, steps[-_MOST_LISTED:]))
-        super().__init__(
-            f"{directory} already holds {len(steps)} checkpoint(s) of another run (newest steps: {newest}).",
-            "they are untouched.",
-            "to continue that run, call manager.restore() before the first save (again, if another job has saved "
-            "since); to start a new run, choose an empty directory.",
-            path=directory,
-        )
+        if restored_only is None:
+            happened = f"{directory} already holds {len(steps)} checkpoint(s) of another run (newest steps: {newest})."
+            advice = (
+                "to continue that run, call manager.restore() before the first save (again, if another job has saved "
+                "since); to start a new run, choose an empty directory."
+            )
+        else:
+            happened = (
+                f"This manager restored only {listed(restored_only)} from {directory}, so its state is a mixture that "
+                "no run ever had, and it does not save."
+            )
+            advice = (
+                "to continue the run, call manager.restore() without only=; where a component is new, "
+                "restore(fresh=(...,)); to start a new run from these weights, choose an empty directory."
+            )
+        super().__init__(happened, "every checkpoint is untouched.", advice, path=directory)
         self.errno = errno.EEXIST
         self.directory = str(directory)
         self.steps = tuple(steps)
+        self.restored_only = None if restored_only is None else tuple(restored_only)
 
 
 class ReplicaDriftError(SaveError, ArithmeticError):

@@ -73,6 +73,9 @@ class CheckpointManager:
             (`"save"`; with `async_save` in the writing thread) and while it is checked before it is restored
             (`"verify"`). What it raises stops the save or restore as any other error does.
 
+        save_on_exit: Whether leaving the `with` block without an error saves the last step that ended, when it is not
+            saved yet.
+
     Raises:
         TypeError: An argument or a component is of a kind that is not accepted; the text names those that are.
         ValueError: An argument is out of range.
@@ -109,6 +112,7 @@ class CheckpointManager:
         lock_timeout_seconds: float = 10.0,
         ranks: Ranks = Ranks(),  # noqa: B008 - frozen
         progress: Callable[[str, int, int], object] | None = None,
+        save_on_exit: bool = True,
     ) -> None:
         _check_options(
             guard=guard,
@@ -117,6 +121,7 @@ class CheckpointManager:
             max_rollbacks=max_rollbacks,
             ranks=ranks,
             progress=progress,
+            save_on_exit=save_on_exit,
         )
         files = CheckpointDirectory(directory)
         lock = WriterLock(directory, lock_timeout_seconds)
@@ -141,13 +146,14 @@ class CheckpointManager:
         for line in uncaptured(components):
             warn_caller(f"Not captured: {line}.", UncapturedStateWarning)
         self._signals = StopSignals(stop_signals)
+        self._save_on_exit = save_on_exit
         self._run = run = Run(registered, timeline, run_directory, membership, replay)
         # Last: a manager that was refused leaves no hook on an optimizer behind.
-        self._capturer = Capturer(run, guard, grads)
-        progress = None if progress is None else functools.partial(progress, "save")
-        self._saver = Saver(run, self._capturer, pruning, asynchronous=async_save, progress=progress)
-        self._steps = Steps(run, self._capturer, self._saver, lambda: self._signals.requested)
+        self._capturer = Capturer(run, guard, grads, components)
         self._restorer = Restorer(run)
+        progress = None if progress is None else functools.partial(progress, "save")
+        self._saver = Saver(run, self._capturer, self._restorer, pruning, asynchronous=async_save, progress=progress)
+        self._steps = Steps(run, self._capturer, self._saver, lambda: self._signals.requested)
         self._rollback = Rollback(run, self._restorer, self._saver, self._steps, max_rollbacks)
 
     @property
@@ -178,10 +184,16 @@ class CheckpointManager:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.close()
-        else:
+        if kind is not None:
             self._close()
+            return
+        try:
+            if self._save_on_exit and not self._run.timeline.is_closed:
+                self._steps.finish()
+        except BaseException:
+            self._close()
+            raise
+        self.close()
 
     def close(self) -> None:
         """Finish what is pending and give the directory's lock and the signal handlers back. May be called twice.
@@ -392,7 +404,9 @@ class CheckpointManager:
         return self._rollback.roll_back(skip_batches=skip_batches, changed=changed)
 
 
-def _check_options(*, guard: Any, async_save: Any, grads: Any, max_rollbacks: Any, ranks: Any, progress: Any) -> None:
+def _check_options(
+    *, guard: Any, async_save: Any, grads: Any, max_rollbacks: Any, ranks: Any, progress: Any, save_on_exit: Any
+) -> None:
     """Refuse options of a wrong kind.
 
     Raises:
@@ -404,6 +418,7 @@ def _check_options(*, guard: Any, async_save: Any, grads: Any, max_rollbacks: An
     if not isinstance(ranks, Ranks):
         raise TypeError(f"ranks must be a Ranks; got {type(ranks).__name__}")
     checked_bool("async_save", async_save)
+    checked_bool("save_on_exit", save_on_exit)
     if grads is not None and not isinstance(grads, bool):
         raise TypeError(f"grads must be True, False or None; got {grads!r}")
     checked_int("max_rollbacks", max_rollbacks, least=1)

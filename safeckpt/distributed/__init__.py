@@ -1,5 +1,6 @@
 """Many processes as one run: agreement between ranks, the state that each rank has for itself, and shards."""
 
+from safeckpt.distributed.fingerprint import holds_same
 from safeckpt.distributed.group import Group, first_answer, group_of_this_process, in_group, refuse_differences
 from safeckpt.distributed.rank_state import (
     differing_names,
@@ -39,6 +40,7 @@ __all__ = [
     "extract_shards",
     "first_answer",
     "group_of_this_process",
+    "holds_same",
     "in_group",
     "is_sharded",
     "local_parts",

@@ -14,10 +14,19 @@ from typing import Any
 import torch
 
 from safeckpt.file import encode, write_file
-from safeckpt.state.tree import named_leaves
+from safeckpt.state.tree import local_part, map_tensors, named_leaves
 from safeckpt.system.tensor_kind import is_plain
 
-__all__ = ["SHARDED", "exact_digest_of", "fingerprints", "joined", "layout_of", "layouts_of"]
+__all__ = [
+    "SHARDED",
+    "exact_digest_of",
+    "fingerprints",
+    "holds_same",
+    "joined",
+    "layout_of",
+    "layouts_of",
+    "local_digest_of",
+]
 
 SHARDED = "sharded "  # with what the layout of such a tensor begins
 
@@ -36,6 +45,22 @@ def exact_digest_of(tree: Any) -> str:
     sink = _Hash()
     write_file(encode(tree), sink)
     return sink.sha.hexdigest()
+
+
+def holds_same(one: Any, other: Any) -> bool:
+    """Return whether two states hold the same values, bit for bit; of a sharded tensor this process's part.
+
+    By leaf, since two equal trees may share their strings and containers differently.
+
+    Cost:
+        One pass of SHA-256 over each.
+    """
+    return _exact_leaves(one) == _exact_leaves(other)
+
+
+def _exact_leaves(tree: Any) -> dict[str, str]:
+    leaves = named_leaves(encode(map_tensors(tree, local_part)))
+    return {name: f"{type(leaf).__qualname__} {exact_digest_of(leaf)}" for name, leaf in leaves}
 
 
 def joined(items: Iterable[tuple[str, str]]) -> str:

@@ -70,7 +70,8 @@ class BackgroundWriter:
         thread = threading.Thread(target=run, name="safeckpt-writer")
         try:
             self._thread = thread
-            if not start(thread):
+            # After the main thread has ended, a new thread would be cut down with the interpreter.
+            if not threading.main_thread().is_alive() or not start(thread):
                 run()
         except BaseException:
             with contextlib.suppress(IndexError):

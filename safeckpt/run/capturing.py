@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from safeckpt.distributed import ShardTensors, digests_of, extract_shards, is_sharded
-from safeckpt.errors import NonFiniteError
+from safeckpt.errors import NonFiniteError, UnsavableStateError
 from safeckpt.file import encode
 from safeckpt.run.arguments import checked_metrics, checked_step
 from safeckpt.run.catalog import Checkpoint
@@ -60,10 +60,13 @@ class Capturer:
         run: The run.
         guard: What has to be finite.
         grads: Which gradients are part of the state; see `CheckpointManager`.
+        given: The mapping of components that the caller gave, and may change.
     """
 
-    def __init__(self, run: Run, guard: Guard, grads: bool | None) -> None:
+    def __init__(self, run: Run, guard: Guard, grads: bool | None, given: Mapping[str, Any]) -> None:
         self._run = run
+        self._given = given
+        self._objects = dict(given)
         self._guard = guard
         self._grads = grads
         self._baseline = Baseline(run.components)
@@ -79,7 +82,6 @@ class Capturer:
         Raises:
             NonFiniteError: The loss or a guarded tensor is not finite; the refusal is noted.
             UnsavableStateError: A value could not be loaded again.
-            StepExistsError: The step is the newest one on disk.
             ValueError: The step is too low, or the objects are a mixture of two states.
         """
         with torch.inference_mode(mode=False):  # in which tensors have no versions, and DTensors no parts
@@ -88,7 +90,8 @@ class Capturer:
     def _capture(self, step: int, loss: Loss, metrics: Mapping[str, Any] | None) -> Draft:
         run, files = self._run, self._run.directory.files
         step = checked_step(step)
-        run.timeline.check_save(step, files.path_of(step))
+        run.timeline.check_save(step)
+        self._refuse_replaced()
         metrics = checked_metrics(metrics)
         gradients = self._gradients_of(step)
         snapshot = capture(run.components, gradients=gradients)
@@ -119,6 +122,32 @@ class Capturer:
             guard=verdict.record(self._guard),
             digests=digests_of(snapshot.payload) if run.group.size > 1 else {},
         )
+
+    def check_savable(self) -> None:
+        """Check that the state could be saved, as far as that is known without looking at its values.
+
+        Raises:
+            UnsavableStateError: A value could not be loaded again.
+        """
+        self._refuse_replaced()
+        with torch.inference_mode(mode=False):
+            payload = capture(self._run.components).payload
+            if is_sharded(payload):
+                payload, _ = extract_shards(payload, is_rank_zero=self._run.is_rank_zero)
+            encode(payload, root="payload")
+
+    def _refuse_replaced(self) -> None:
+        """Refuse to save an object in whose place the caller's mapping holds a different one now."""
+        for name, obj in self._objects.items():
+            if self._given.get(name) is not obj:
+                raise UnsavableStateError(
+                    location=name,
+                    type_name=type(obj).__name__,
+                    reason="the components mapping now holds a different object under this name, and the manager still "
+                    "has the first one",
+                    cure=f"build a new CheckpointManager with the new {name} and call restore(fresh=({name!r},)) on "
+                    "it; or change the first object in place.",
+                )
 
     def refuse_loss(self, step: int, loss: Loss) -> None:
         """Refuse a loss that is not finite.

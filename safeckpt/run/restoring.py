@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from safeckpt.distributed import (
     ShardTensors,
     allocate_placeholders,
     as_local_shards,
+    holds_same,
     in_group,
     payload_of_rank,
     read_shards,
@@ -37,10 +38,11 @@ from safeckpt.errors import (
     EnvironmentChangedWarning,
     HyperparameterReplacedWarning,
     NoGoodCheckpointError,
+    RestoreError,
 )
 from safeckpt.run.catalog import Checkpoint, OpenCheckpoint, Rejection, warn_skipped
 from safeckpt.run.run import Run
-from safeckpt.run.saving import MemoryCopy
+from safeckpt.run.writers import MemoryCopy
 from safeckpt.state import RESERVED_KEY, Baseline, Guard, Plan, guard_from_record, plan
 from safeckpt.system.warn import warn_caller
 
@@ -66,6 +68,7 @@ class _Validated(NamedTuple):
         shards: Tensors of it that the shards have to fill.
         shard_files: Names of the files they are in.
         guard: What has to be finite.
+        is_whole: Whether all components of the checkpoint are in the plan.
         is_resized: Whether the run had another number of processes.
         release: Takes memory that is not needed again before it is copied.
     """
@@ -75,6 +78,7 @@ class _Validated(NamedTuple):
     shards: ShardTensors
     shard_files: Collection[str]
     guard: Guard
+    is_whole: bool
     is_resized: bool
     release: Callable[[torch.Tensor], None]
 
@@ -86,6 +90,7 @@ class Restored:
     Attributes:
         checkpoint: The checkpoint.
         plan: What was applied.
+        is_whole: Whether all components of the checkpoint were restored.
         is_resized: Whether the run had another number of processes.
         source: Where the state came from, `"disk"` or `"memory"`.
         rejected: Newer checkpoints that were passed over, path to reason.
@@ -94,6 +99,7 @@ class Restored:
 
     checkpoint: Checkpoint
     plan: Plan
+    is_whole: bool = True
     is_resized: bool = False
     source: str = "disk"
     rejected: dict[Path, str] = field(default_factory=dict)
@@ -147,8 +153,7 @@ class Restorer:
                 run.directory.catalog.warn_if_emptied()
             return None
         checkpoint, only = restored.checkpoint, wanted.only
-        is_whole = only is None or set(run.components) <= set(only)
-        if is_whole:
+        if restored.is_whole:
             self.adopt(restored)
             if run.is_rank_zero:
                 run.replay.on_restored(
@@ -159,7 +164,7 @@ class Restorer:
         else:
             if run.is_rank_zero:
                 run.replay.on_diverged(run.timeline.saved_step)
-            run.timeline.restored_in_part()
+            run.timeline.restored_in_part(sorted(only or ()))
         self.report(restored, "restored", only=None if only is None else list(only))
         _log.info("restored step %d from %s", checkpoint.step, checkpoint.path)
         return restored
@@ -172,6 +177,22 @@ class Restorer:
             and (wanted.only is None or "rng" in wanted.only)
             and not restored.is_resized
         )
+
+    def holds(self, step: int, captured: Mapping[str, Any]) -> bool:
+        """Return whether a checkpoint holds exactly what was captured, on every rank. Called by all ranks at once.
+
+        Cost:
+            Reads the checkpoint, and two passes of SHA-256 over the state.
+        """
+        group = self._run.group
+        with contextlib.ExitStack() as opened:
+            try:
+                validated, _ = self._read(group, step, Wanted(step), opened)
+            except RestoreError:
+                return False  # not even of the same form
+            with group.section(f"comparing step {step}", all) as section:
+                section.answer = validated is not None and _is_equal(validated.plan, captured)
+        return section.result
 
     def adopt(self, restored: Restored) -> None:
         """Go on from a checkpoint: the directory's checkpoints are this run's, those above it will make way."""
@@ -207,7 +228,14 @@ class Restorer:
                     with group.section(f"restoring step {step}"):
                         self._apply(validated.plan)
                     checkpoint = validated.checkpoint
-                    return Restored(checkpoint, validated.plan, validated.is_resized, "disk", rejected, steps_before)
+                    return Restored(
+                        checkpoint,
+                        validated.plan,
+                        is_whole=validated.is_whole,
+                        is_resized=validated.is_resized,
+                        rejected=rejected,
+                        steps_before=steps_before,
+                    )
             path = run.directory.files.path_of(step)
             if reason is not None:  # else it was pruned by its writer, which then has committed a newer one
                 rejected[path] = reason
@@ -303,7 +331,8 @@ class Restorer:
             )
         if validated.rng is not None:
             validated.environment.extend(changes)
-        return _Validated(checkpoint, validated, shards, shard_files, guard, bool(changes), mapped.forget)
+        is_whole = wanted.only is None or set(payload[RESERVED_KEY]["components"]) <= set(wanted.only)
+        return _Validated(checkpoint, validated, shards, shard_files, guard, is_whole, bool(changes), mapped.forget)
 
     def _fill(self, validated: _Validated, path: Path) -> None:
         """Read the shards, and let the guard that the state passed when it was saved judge it again.
@@ -368,6 +397,25 @@ class Restorer:
                 f"losses may differ in their last bits:\n  {text}",
                 EnvironmentChangedWarning,
             )
+
+
+def _is_equal(saved: Plan, captured: Mapping[str, Any]) -> bool:
+    """Return whether a state that was read is the captured one, bit for bit."""
+    own = captured[RESERVED_KEY]
+    before = {component.name: (part.state, part.record) for component, part in saved.parts}
+    records = {
+        name: {key: value for key, value in record.items() if key != "kind"}
+        for name, record in own["components"].items()
+    }
+    now = {name: (captured[name], records[name]) for name in records}
+    return before.keys() == now.keys() and all(
+        holds_same(one, other)
+        for one, other in (
+            *((before[name], now[name]) for name in now),
+            (saved.rng, own["rng"]),
+            (saved.gradients, own["gradients"]),
+        )
+    )
 
 
 def _only_of(shards: ShardTensors, only: Collection[str] | None) -> ShardTensors:

@@ -56,10 +56,15 @@ class RunDirectory:
         """Take the directory for writing: create it, lock it, find only this run's checkpoints, set aside the newer.
 
         Raises:
-            DirectoryInUseError: It holds checkpoints that this manager did not restore from.
+            DirectoryInUseError: It holds checkpoints that this manager did not restore from, or of which it restored a
+                part.
             DirectoryLockedError: Another writer holds it.
             OSError: It cannot be made.
         """
+        if self._timeline.restored_only is not None:
+            raise DirectoryInUseError(
+                directory=self.path, steps=self.files.steps(), restored_only=self._timeline.restored_only
+            )
         if not self.lock.held:
             self._refuse_unknown_steps()  # before the lock, so that a wrong directory is left without a trace
             self.files.create()

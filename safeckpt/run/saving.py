@@ -8,6 +8,7 @@ With several processes each of these is a section that all ranks pass, or none d
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from safeckpt.distributed import (
     Group,
     differing_names,
     drifted_ranks,
+    first_answer,
     rank_state_of,
     ranks_hold_parts,
     refuse_parts,
@@ -28,21 +30,15 @@ from safeckpt.run.background import BackgroundWriter
 from safeckpt.run.capturing import Capturer, Draft
 from safeckpt.run.catalog import Checkpoint
 from safeckpt.run.pruning import Pruning
+from safeckpt.run.restoring import Restorer
 from safeckpt.run.run import Run
-from safeckpt.run.writers import Writer, writer_of
+from safeckpt.run.writers import MemoryCopy, Writer, rewrite_header, writer_of
 from safeckpt.state import Staging, capture, copy_tree, to_cpu
 from safeckpt.state.loss import Loss
 from safeckpt.system.threads import Progress
 from safeckpt.system.warn import warn_caller
 
-__all__ = ["MemoryCopy", "Saver"]
-
-
-class MemoryCopy(NamedTuple):
-    """A copy of the whole state in memory, as an asynchronous save left it."""
-
-    step: int
-    payload: dict[str, Any]
+__all__ = ["Saver"]
 
 
 class _Summary(NamedTuple):
@@ -100,16 +96,25 @@ class Saver:
     Args:
         run: The run.
         capturer: Captures this rank's part.
+        restorer: Compares the state with what is on disk.
         pruning: Deletes what is no longer needed.
         asynchronous: Whether a thread writes.
         progress: Told how much of a file is written.
     """
 
     def __init__(
-        self, run: Run, capturer: Capturer, pruning: Pruning, *, asynchronous: bool, progress: Progress | None = None
+        self,
+        run: Run,
+        capturer: Capturer,
+        restorer: Restorer,
+        pruning: Pruning,
+        *,
+        asynchronous: bool,
+        progress: Progress | None = None,
     ) -> None:
         self._run = run
         self._capturer = capturer
+        self._restorer = restorer
         self._pruning = pruning
         self._progress = progress
         self._staging = Staging() if asynchronous else None
@@ -138,6 +143,8 @@ class Saver:
         self._background.wait()
         what = f"saving step {step}"
         draft, summary = self._capture(group, what, step, loss, metrics)
+        if step == run.timeline.saved_step:
+            return self._save_again(group, what, draft)
         if summary.hold_parts:
             self._refuse_parts(group, what, draft)
         if summary.drifted:
@@ -164,6 +171,39 @@ class Saver:
             raise
         draft.checkpoint = dataclasses.replace(section.result.checkpoint, path=draft.checkpoint.path)
         return draft, section.result
+
+    def _save_again(self, group: Group, what: str, draft: Draft) -> Checkpoint:
+        """Return the newest checkpoint, with a new loss or new metrics in it, if it holds what the objects hold.
+
+        Raises:
+            StepExistsError: They hold a different state.
+        """
+        run, step = self._run, draft.checkpoint.step
+        if not self._restorer.holds(step, draft.captured):
+            raise StepExistsError(step=step, path=run.directory.files.path_of(step))
+        with group.section(f"{what}: describing it", first_answer) as section:
+            if group.is_rank_zero:
+                section.answer = self._describe(draft.checkpoint)
+        checkpoint: Checkpoint = section.result
+        return dataclasses.replace(checkpoint, path=run.directory.files.path_of(step))
+
+    def _describe(self, new: Checkpoint) -> Checkpoint:
+        """Record a loss and metrics with the newest checkpoint. On rank 0."""
+        run = self._run
+        current = run.directory.catalog.peek(new.step)
+        described = dataclasses.replace(
+            current,
+            loss=current.loss if new.loss is None else new.loss,
+            metrics={**current.metrics, **new.metrics},
+        )
+        if described == current:
+            return current
+        run.directory.enter()
+        rewrite_header(described, run.directory)
+        run.directory.catalog.remember_verdict(new.step)
+        run.directory.add_event("described", new.step, loss=described.loss, metrics=dict(described.metrics))
+        self._pruning.prune(new.step)
+        return run.directory.catalog.peek(new.step)
 
     def note_refusal(self, error: NonFiniteError) -> None:
         """Remember what another rank has refused."""
@@ -235,11 +275,19 @@ class Saver:
         background = group.for_background()
         checkpoint = writer.checkpoint
         self._background.start(
-            lambda: self._write(background, what, writer),
+            functools.partial(self._write_in_background, background, what, writer),
             f"the save of step {checkpoint.step}",
         )
         self._run.timeline.start_save(checkpoint.step)
         return checkpoint
+
+    def _write_in_background(self, group: Group, what: str, writer: Writer) -> None:
+        try:
+            self._write(group, what, writer)
+        except BaseException:
+            if group.size == 1:  # ranks would learn of it before different steps
+                self._run.timeline.fail_save()
+            raise
 
     def _write(self, group: Group, what: str, writer: Writer) -> Checkpoint:
         """Write on all ranks, commit on rank 0, and let every rank know what has become of it.

@@ -24,6 +24,12 @@ class SaveSchedule:
         self._every = every
         self._since = time.monotonic()
         self._step = 0
+        self._is_asked = False
+
+    @property
+    def is_set(self) -> bool:
+        """Whether it ever asks for a save by itself."""
+        return self._every is not None
 
     @property
     def by_count(self) -> bool:
@@ -32,6 +38,8 @@ class SaveSchedule:
 
     def is_due(self, step: int) -> bool:
         """Return whether a save is due at this step."""
+        if self._is_asked:
+            return True
         if isinstance(self._every, dt.timedelta):
             return time.monotonic() - self._since >= self._every.total_seconds()
         # Passing a multiple counts as reaching it: a step may be skipped by a rollback.
@@ -41,3 +49,8 @@ class SaveSchedule:
         """Count from this step and this moment: it was saved, is being saved, or was restored."""
         self._step = step
         self._since = time.monotonic()
+        self._is_asked = False
+
+    def ask(self) -> None:
+        """Ask for a save at the next step."""
+        self._is_asked = True

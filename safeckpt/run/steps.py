@@ -6,6 +6,7 @@ agreement, where all ranks raise the refusal: alone, it would leave them waiting
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -20,6 +21,16 @@ from safeckpt.run.saving import Saver
 from safeckpt.state.loss import Loss
 
 __all__ = ["Steps"]
+
+_log = logging.getLogger("safeckpt")
+
+
+class _Ended(NamedTuple):
+    """A step that ended and is not saved yet."""
+
+    step: int
+    loss: Loss
+    metrics: Mapping[str, Any] | None
 
 
 class _Due(NamedTuple):
@@ -70,6 +81,8 @@ class Steps:
         self._is_asked_to_stop = stop_requested
         self._agreed_to_stop = False
         self._pending: BaseException | None = None
+        self._unsaved: _Ended | None = None
+        self._is_checked = False
         self._handed_out: deque[tuple[int, dict[str, Any]]] = deque(maxlen=run.membership.ranks.agree_every + 1)
 
     @property
@@ -90,12 +103,15 @@ class Steps:
         """Forget what was between the restored step and the moment of the restore."""
         self._handed_out.clear()
         self._pending = None
+        self._unsaved = None
 
     def save(self, step: int, loss: Any, metrics: Mapping[str, Any] | None) -> Checkpoint:
         """Save now, after what ranks have refused was raised on all of them."""
         if self._run.group.size > 1:
             self._agree(f"saving step {step}", is_due=True)
-        return self._saver.save(step, Loss.read(loss), metrics)
+        checkpoint = self._saver.save(step, Loss.read(loss), metrics)
+        self._unsaved = None
+        return checkpoint
 
     def end(self, step: int, loss: Any, metrics: Mapping[str, Any] | None) -> Checkpoint | None:
         """Guard and record a loss, and save when it is due or a stop was requested."""
@@ -113,15 +129,45 @@ class Steps:
             is_due = run.timeline.is_due(step) or self._is_asked_to_stop()
         if is_due:
             try:
-                return self._saver.save(step, value, metrics)
+                checkpoint = self._saver.save(step, value, metrics)
             except OSError:
                 run.timeline.end(step)  # it was trained, whatever the disk says; the next one tries to save again
                 raise
+            self._is_checked, self._unsaved = True, None
+            return checkpoint
+        self._check_first(step)
         run.timeline.end(step)
+        self._unsaved = _Ended(step, value, metrics)
         if self._pending is None:
             run.timeline.forget_refusal()  # the caller went on without a rollback
         self._saver.warm()
         return None
+
+    def _check_first(self, step: int) -> None:
+        """Find out at the first step what would otherwise fail at the first save, many steps later."""
+        run = self._run
+        if self._is_checked or not run.timeline.saves_by_itself:
+            return
+        with run.group.section(f"checking the first step, {step}"):
+            if run.group.is_rank_zero:
+                run.directory.enter()
+            self._capturer.check_savable()
+        self._is_checked = True
+
+    def finish(self) -> Checkpoint | None:
+        """Save the last step that ended, unless it is saved, or was followed by a step that was refused."""
+        run, unsaved = self._run, self._unsaved
+        self._saver.wait()
+        if unsaved is None:
+            if run.timeline.saved_step is not None:
+                _log.info("step %d is saved, and no step has ended since", run.timeline.saved_step)
+            return None
+        if unsaved.step == run.timeline.saved_step:
+            return None
+        if run.timeline.refusal is not None or self._pending is not None:
+            _log.warning("step %d is not saved at the end: a later step was refused", unsaved.step)
+            return None
+        return self._saver.save(*unsaved)
 
     def _end_in_group(self, step: int, loss: Loss) -> bool:
         """Return whether to save.

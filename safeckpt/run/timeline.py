@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from pathlib import Path
 from typing import NamedTuple
 
-from safeckpt.errors import StepExistsError
 from safeckpt.run.catalog import Checkpoint
 from safeckpt.run.schedule import SaveSchedule
 
@@ -44,6 +42,7 @@ class Timeline:
         self._rollbacks: list[RollbackRecord] = []
         self._known_steps: set[int] = set()
         self._superseded_steps: set[int] = set()
+        self._restored_only: tuple[str, ...] | None = None
         self._is_mixture = False
         self._is_closed = False
 
@@ -89,6 +88,16 @@ class Timeline:
         """Known steps above the restored one: set aside before the next save."""
         return self._superseded_steps
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the manager is closed."""
+        return self._is_closed
+
+    @property
+    def restored_only(self) -> tuple[str, ...] | None:
+        """The components of the last restore where it took a part of a checkpoint; then this run is not to be saved."""
+        return self._restored_only
+
     # -- changes -----------------------------------------------------------------------------------------------------
 
     def end(self, step: int) -> None:
@@ -100,6 +109,10 @@ class Timeline:
         """Note that a step is being written in the background: the next steps do not ask for it again."""
         self._schedule.restart(step)
         self.end(step)
+
+    def fail_save(self) -> None:
+        """Note that a write in the background failed: the next step asks for a save again."""
+        self._schedule.ask()
 
     def record(self, checkpoint: Checkpoint) -> None:
         """Note a checkpoint that was committed. Interrupted, it can be called again."""
@@ -143,10 +156,12 @@ class Timeline:
         self._superseded_steps = {step for step in self._known_steps if step > checkpoint.step}
         self._refusal = None
         self._schedule.restart(checkpoint.step)
+        self._restored_only = None
         self._is_mixture = False
 
-    def restored_in_part(self) -> None:
-        """Note that some components were restored: the run stands where it stood."""
+    def restored_in_part(self, names: Collection[str]) -> None:
+        """Note that some components were restored: the run stands where it stood, and its state is nobody's."""
+        self._restored_only = tuple(names)
         self._is_mixture = False
 
     def rolled_back(self, failed_step: int, *, changed: bool) -> None:
@@ -169,6 +184,11 @@ class Timeline:
         return self._schedule.is_due(step)
 
     @property
+    def saves_by_itself(self) -> bool:
+        """Whether `end_step` saves without being asked."""
+        return self._schedule.is_set
+
+    @property
     def due_by_count(self) -> bool:
         """Whether saves are due by the number of steps alone, which every rank knows by itself."""
         return self._schedule.by_count
@@ -186,17 +206,14 @@ class Timeline:
                 "objects may be a mixture of two states; call restore() or rollback() again before going on"
             )
 
-    def check_save(self, step: int, path: Path) -> None:
-        """Check that a step may be saved now, under this path.
+    def check_save(self, step: int) -> None:
+        """Check that a step may be saved now.
 
         Raises:
-            StepExistsError: It is the step of the newest checkpoint.
             ValueError: It is lower than one that was saved, restored or ended, or the objects are a mixture.
         """
         self.refuse_closed()
         self.refuse_mixture()
-        if step == self._saved_step:
-            raise StepExistsError(step=step, path=path)
         if step < self._step or (self._saved_step is not None and step < self._saved_step):
             raise ValueError(f"step {step} is lower than step {self._step}; steps count completed optimizer steps")
 

@@ -9,17 +9,24 @@ from __future__ import annotations
 import dataclasses
 import errno
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from safeckpt.distributed import Group, first_answer, local_parts, replace_local_parts, with_rank_states, write_shards
-from safeckpt.file import INDEX, PreparedFile, ShardFile, prepare
+from safeckpt.file import INDEX, PreparedFile, ShardFile, open_file, prepare
 from safeckpt.run.capturing import Draft
 from safeckpt.run.catalog import Checkpoint
 from safeckpt.run.run_directory import RunDirectory
 from safeckpt.state import RESERVED_KEY, Staging, to_cpu
 from safeckpt.system.threads import Progress
 
-__all__ = ["FileWriter", "ShardedWriter", "Writer", "writer_of"]
+__all__ = ["FileWriter", "MemoryCopy", "ShardedWriter", "Writer", "rewrite_header", "writer_of"]
+
+
+class MemoryCopy(NamedTuple):
+    """A copy of the whole state in memory, as an asynchronous save left it."""
+
+    step: int
+    payload: dict[str, Any]
 
 
 class Writer(Protocol):
@@ -173,6 +180,15 @@ class ShardedWriter:
         """See `Writer`."""
         if self._temp is not None and self._temp.exists():
             self._directory.files.drop_folder(self._temp)
+
+
+def rewrite_header(checkpoint: Checkpoint, directory: RunDirectory) -> None:
+    """Write a committed checkpoint again with another loss and other metrics in its header, atomically."""
+    path = checkpoint.path / INDEX if checkpoint.path.is_dir() else checkpoint.path
+    with open_file(path) as file:
+        header = {**(file.header() or {}), **checkpoint.header()}
+        prepared = prepare(file.load(mmap=True), header=header)
+        directory.files.rewrite_step(checkpoint.step, path, prepared.write, size_bytes=prepared.size_bytes)
 
 
 def _all_files(answers: list[list[ShardFile]]) -> list[ShardFile]:
