@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import functools
 import os
+import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -147,6 +148,7 @@ class CheckpointManager:
             warn_caller(f"Not captured: {line}.", UncapturedStateWarning)
         self._signals = StopSignals(stop_signals)
         self._save_on_exit = save_on_exit
+        self._mutex = threading.RLock()  # threads that call one manager take turns
         self._run = run = Run(registered, timeline, run_directory, membership, replay)
         # Last: a manager that was refused leaves no hook on an optimizer behind.
         self._capturer = Capturer(run, guard, grads, components)
@@ -225,7 +227,8 @@ class CheckpointManager:
         Raises:
             BaseException: What a write in the background has raised, once; earlier checkpoints are untouched.
         """
-        self._saver.wait()
+        with self._mutex:
+            self._saver.wait()
 
     def checkpoints(self) -> tuple[Checkpoint, ...]:
         """Return the checkpoints that pass the cheap check (name, trailer, size, structure), ascending by step.
@@ -282,7 +285,8 @@ class CheckpointManager:
             directory. Tensors on a device are copied to the host piece by piece. Files that another process wrote
             are read once before they count as kept.
         """
-        return self._steps.save(step, loss, metrics)
+        with self._mutex:
+            return self._steps.save(step, loss, metrics)
 
     def end_step(self, step: int, *, loss: Any = None, metrics: Mapping[str, Any] | None = None) -> Checkpoint | None:
         """Tell the manager that a step is done: the loss is guarded and recorded, and a checkpoint saved when due.
@@ -311,12 +315,18 @@ class CheckpointManager:
         Warns:
             ReplayMismatchWarning: The loss differs from the recorded one: the resumed run is another run.
         """
-        return self._steps.end(step, loss, metrics)
+        with self._mutex:
+            return self._steps.end(step, loss, metrics)
 
     # -- restoring ---------------------------------------------------------------------------------------------------
 
     def restore(
-        self, step: int | None = None, *, only: Collection[str] | None = None, keep_live: Collection[str] = ()
+        self,
+        step: int | None = None,
+        *,
+        only: Collection[str] | None = None,
+        keep_live: Collection[str] = (),
+        fresh: Collection[str] = (),
     ) -> Checkpoint | None:
         """Put a checkpoint into the live objects, all of it or nothing: the run goes on as the same run.
 
@@ -327,10 +337,13 @@ class CheckpointManager:
         Args:
             step: Which checkpoint; None for the newest good one. After an older one, the checkpoints with a higher
                 step are renamed at the next save, never picked as latest.
-            only: Names of the components to restore, and `"rng"` for the random streams; None for everything. A
-                manager that restored only some components does not write into the directory.
+            only: Names of the components to restore, and `"rng"` for the random streams; None for everything. Train and
+                eval modes stay as they are then, and a manager that restored only some components of a checkpoint does
+                not save.
             keep_live: Hyper-parameters as `component.name`, such as `"optimizer.weight_decay"`, whose live value
                 stays; all others come from the file.
+            fresh: Components that keep their live state, because they are new in this run, such as `"scheduler"`; and
+                entries of plain dicts, such as `"counters.best"`. Everything else is restored, and the manager saves.
 
         Returns:
             The checkpoint; None when the directory is missing or holds no checkpoint, and nothing was changed.
@@ -342,7 +355,7 @@ class CheckpointManager:
             FormatVersionError: The newest file is of a newer format.
             ComponentMismatchError: A component is on one side only.
             StateMismatchError: Something does not fit; `mismatches` lists all of it.
-            ValueError: A name in `keep_live` is no hyper-parameter.
+            ValueError: A name in `keep_live` is no hyper-parameter, or one in `fresh` is neither component nor entry.
 
         Warns:
             SkippedCheckpointWarning: A newer file was passed over, with the reason.
@@ -359,13 +372,15 @@ class CheckpointManager:
             None if step is None else checked_step(step),
             checked_names(only, "only"),
             checked_names(keep_live, "keep_live"),
+            checked_names(fresh, "fresh"),
         )
-        self.wait()
-        restored = self._restorer.restore(wanted)
-        if restored is None:
-            return None
-        self._steps.on_restored()
-        return restored.checkpoint
+        with self._mutex:
+            self.wait()
+            restored = self._restorer.restore(wanted)
+            if restored is None:
+                return None
+            self._steps.on_restored()
+            return restored.checkpoint
 
     # -- rolling back ------------------------------------------------------------------------------------------------
 
@@ -399,9 +414,10 @@ class CheckpointManager:
             HyperparameterReplacedWarning: What was changed by hand before this call, such as a learning rate, is the
                 file's again.
         """
-        self._run.timeline.refuse_closed()
-        self.wait()
-        return self._rollback.roll_back(skip_batches=skip_batches, changed=changed)
+        with self._mutex:
+            self._run.timeline.refuse_closed()
+            self.wait()
+            return self._rollback.roll_back(skip_batches=skip_batches, changed=changed)
 
 
 def _check_options(

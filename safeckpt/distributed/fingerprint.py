@@ -25,7 +25,6 @@ __all__ = [
     "joined",
     "layout_of",
     "layouts_of",
-    "local_digest_of",
 ]
 
 SHARDED = "sharded "  # with what the layout of such a tensor begins

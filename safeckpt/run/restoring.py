@@ -57,6 +57,7 @@ class Wanted(NamedTuple):
     step: int | None = None
     only: Collection[str] | None = None
     keep_live: Collection[str] = ()
+    fresh: Collection[str] = ()
 
 
 class _Validated(NamedTuple):
@@ -173,6 +174,7 @@ class Restorer:
         """Return whether the losses that follow are those on record."""
         return (
             not wanted.keep_live
+            and not wanted.fresh
             and (wanted.step is None or not self._run.timeline.superseded_steps)
             and (wanted.only is None or "rng" in wanted.only)
             and not restored.is_resized
@@ -255,7 +257,12 @@ class Restorer:
             only = None if wanted.only is None else sorted(wanted.only)
             section.answer = _Search(
                 steps=[step for step in files.steps() if step not in tried] if group.is_rank_zero else [],
-                arguments={"step": wanted.step, "only": only, "keep_live": sorted(wanted.keep_live)},
+                arguments={
+                    "step": wanted.step,
+                    "only": only,
+                    "keep_live": sorted(wanted.keep_live),
+                    "fresh": sorted(wanted.fresh),
+                },
             )
         steps = section.result
         if wanted.step is not None and wanted.step not in steps:
@@ -326,6 +333,7 @@ class Restorer:
                 payload,
                 only=wanted.only,
                 keep_live=wanted.keep_live,
+                fresh=wanted.fresh,
                 path=file.path,
                 read=mapped.read,
             )

@@ -274,11 +274,11 @@ class Saver:
                 self._memory = MemoryCopy(writer.checkpoint.step, payload)
         background = group.for_background()
         checkpoint = writer.checkpoint
+        self._run.timeline.start_save(checkpoint.step)
         self._background.start(
             functools.partial(self._write_in_background, background, what, writer),
             f"the save of step {checkpoint.step}",
         )
-        self._run.timeline.start_save(checkpoint.step)
         return checkpoint
 
     def _write_in_background(self, group: Group, what: str, writer: Writer) -> None:

@@ -122,6 +122,16 @@ class Component:
             raise KeyError(hyperparameter)
         return captured
 
+    def keep_entries(self, captured: Captured, entries: Collection[str]) -> Captured:
+        """Return `captured` with the live values of some entries of the state.
+
+        Raises:
+            KeyError: An entry is not there, or the kind has none that stand for themselves.
+        """
+        for entry in entries:
+            raise KeyError(entry)
+        return captured
+
     def guarded(self, captured: Captured, guard: Guard) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor) of everything in `captured` that has to be finite."""
         yield from guarded_tensors(captured.state, self.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -125,6 +126,11 @@ class ModuleComponent(Component):
             "requires_grad": self._flags(),
         }
         return Captured(state, record)
+
+    def keep_modes(self, captured: Captured) -> Captured:
+        """Return `captured` with the live `training` flags."""
+        live = {clean: module.training for clean, module in clean_modules(self.obj).values()}
+        return dataclasses.replace(captured, record={**captured.record, "training": live})
 
     def check(self, captured: Captured) -> list[str]:
         """Compare names, shapes, dtypes and classes of both sides."""

@@ -198,6 +198,7 @@ def plan(
     *,
     only: Collection[str] | None = None,
     keep_live: Collection[str] = (),
+    fresh: Collection[str] = (),
     path: object = None,
     read: Reader | None = None,
 ) -> Plan:
@@ -208,17 +209,20 @@ def plan(
         payload: The saved side.
         only: Names to restore, `"rng"` among them for the process's streams; None for everything.
         keep_live: Hyper-parameters, as `component.name`, whose live value stays.
+        fresh: Components, and entries of plain dicts as `component.entry`, that keep their live state: they may be new.
         path: For the error text.
         read: Reads values straight from the file that `payload` is mapped from; None when it is in memory.
 
     Raises:
         ComponentMismatchError: A name is on one side only.
         StateMismatchError: Something does not fit; `mismatches` has every difference. No object was changed.
-        ValueError: A name in `keep_live` is no hyper-parameter.
+        ValueError: A name in `keep_live` is no hyper-parameter, or one in `fresh` is neither component nor entry.
     """
     reshard(components)
     own = payload[RESERVED_KEY]
-    wanted = _wanted(components, own["components"], only, path)
+    fresh_entries = _entries_by_component(fresh)
+    _refuse_unknown_fresh(fresh_entries, components)
+    wanted = [name for name in _wanted(components, own["components"], only, fresh, path) if name not in fresh]
     rng = own[_RNG] if only is None or _RNG in only else None
     found: list[str] = []
     parts: list[tuple[Component, Captured]] = []
@@ -232,12 +236,18 @@ def plan(
                 continue
             kept = {key: value for key, value in record.items() if key != "kind"}
             captured = Captured(payload[name], kept, transfer)
+            if name in fresh_entries:
+                captured = _keep_entries(component, captured, fresh_entries[name])
+            if only is not None and isinstance(component, ModuleComponent):
+                captured = component.keep_modes(captured)  # to evaluate in eval mode, for one
             found += component.check(captured)
             parts.append((component, captured))
         if rng is not None:
             found += RngStreams.check(rng)
         found += _check_ties(own["ties"], parts)
         found += _check_gradients(own["gradients"], parts)
+        if only is not None:
+            found += _check_drivers([component for component, _ in parts], components)
         if found:
             raise StateMismatchError(mismatches=found, path=path)
         parts = _keep_live(parts, keep_live)
@@ -251,18 +261,62 @@ def _wanted(
     components: Mapping[str, Component],
     saved: Mapping[str, Any],
     only: Collection[str] | None,
+    fresh: Collection[str],
     path: object,
 ) -> list[str]:
+    """Return the components to restore, with those that are fresh.
+
+    Raises:
+        ComponentMismatchError: A name is on one side only.
+    """
     if isinstance(only, str):
         raise TypeError(f"only takes a sequence of component names, for example ({only!r},)")
     if only is not None and not only:
         raise ValueError("only is empty, so nothing would be restored; name the components, or leave it out for all")
     wanted = list(components) if only is None else [name for name in dict.fromkeys(only) if name != _RNG]
-    missing = [name for name in wanted if name not in saved or name not in components]
+    missing = [name for name in wanted if (name not in saved and name not in fresh) or name not in components]
     unexpected = [name for name in saved if name not in components] if only is None else []
     if missing or unexpected:
         raise ComponentMismatchError(missing=missing, unexpected=unexpected, path=path)
     return wanted
+
+
+def _entries_by_component(dotted_names: Collection[str]) -> dict[str, list[str]]:
+    """Return the part behind the first dot of each name, by the part before it."""
+    by_component: dict[str, list[str]] = {}
+    for dotted in dotted_names:
+        owner, dot, entry = dotted.partition(".")
+        by_component.setdefault(owner, []).extend([entry] if dot else ())
+    return by_component
+
+
+def _refuse_unknown_fresh(fresh: Mapping[str, list[str]], components: Mapping[str, Component]) -> None:
+    unknown = sorted(fresh.keys() - components.keys())
+    if unknown:
+        raise ValueError(f"fresh names no component: {', '.join(unknown)}; there are {', '.join(components)}")
+
+
+def _keep_entries(component: Component, captured: Captured, entries: Collection[str]) -> Captured:
+    try:
+        return component.keep_entries(captured, entries)
+    except KeyError as error:
+        raise ValueError(
+            f"fresh: {component.name} has no entry {error.args[0]!r} that can stay by itself; entries of plain "
+            f"dicts can, and whole components: fresh=({component.name!r},)"
+        ) from None
+
+
+def _check_drivers(parts: list[Component], components: Mapping[str, Component]) -> list[str]:
+    """Refuse a scheduler without its optimizer: it would go on from a rate that the optimizer does not have."""
+    restored = {id(component.obj) for component in parts}
+    owners = {id(component.obj): name for name, component in components.items()}
+    found = []
+    for component in parts:
+        driven = getattr(component.obj, "optimizer", None)
+        if component.kind == "scheduler" and id(driven) in owners and id(driven) not in restored:
+            name = owners[id(driven)]
+            found.append(f"{component.name}: its learning rate is in {name}, which is not in only=; add {name!r}")
+    return found
 
 
 def _check_ties(saved: list[list[str]], parts: list[tuple[Component, Captured]]) -> list[str]:
@@ -311,13 +365,16 @@ def _and(names: Iterable[str]) -> str:
 def _keep_live(parts: list[tuple[Component, Captured]], keep_live: Collection[str]) -> list[tuple[Component, Captured]]:
     if isinstance(keep_live, str):
         raise TypeError(f"keep_live takes a sequence of names, for example ({keep_live!r},)")
-    by_component: dict[str, list[str]] = {}
-    for dotted in keep_live:
-        owner, _, key = dotted.partition(".")
-        by_component.setdefault(owner, []).append(key)
-    unknown = by_component.keys() - {component.name for component, _ in parts}
+    for name in keep_live:
+        if "." not in name:
+            raise ValueError(f"keep_live takes hyper-parameters, such as 'optimizer.weight_decay'; got {name!r}")
+    by_component = _entries_by_component(keep_live)
+    names = [component.name for component, _ in parts]
+    unknown = by_component.keys() - set(names)
     if unknown:
-        raise ValueError(f"keep_live names no restored component: {', '.join(sorted(unknown))}")
+        raise ValueError(
+            f"keep_live names no restored component: {', '.join(sorted(unknown))}; there are {', '.join(names)}"
+        )
     kept = []
     for component, captured in parts:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+import dataclasses
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -143,6 +144,12 @@ class CountersComponent(Component):
                 before, now = _kind_of(value), _kind_of(live)
                 found.append(f"{self.name}: entry {keys!r}, which is trained, was {before}, now it is {now}")
         return found
+
+    def keep_entries(self, captured: Captured, entries: Collection[str]) -> Captured:
+        """Return `captured` with the live values of some entries, which it may not have at all."""
+        names = {str(key): key for key in self.obj}
+        live = {names[entry]: self.obj[names[entry]] for entry in entries}
+        return dataclasses.replace(captured, state={**captured.state, **detached(live)})
 
     def apply(self, captured: Captured) -> None:
         """Replace the contents in place, those of inner containers, tensors and arrays as well."""

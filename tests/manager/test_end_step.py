@@ -83,7 +83,7 @@ def test_save_that_failed_is_due_again(tmp_path: Path) -> None:
         assert manager.step == 5  # it was trained, whatever the disk says
         assert manager.end_step(6) is not None
         assert manager.end_step(7) is None
-    assert steps_in(tmp_path) == [6]
+        assert steps_in(tmp_path) == [6]
 
 
 def test_time_since_the_last_save_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,8 +31,10 @@ def unsavable(path: Path) -> None:
 
 
 def step_exists(path: Path) -> None:
-    with manager_of(path, Marked()) as manager:
+    run = Marked()
+    with manager_of(path, run) as manager:
         manager.restore()
+        run.step = 2
         manager.save(1)
 
 

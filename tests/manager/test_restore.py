@@ -592,7 +592,7 @@ def test_only_restores_what_it_names(tmp_path: Path) -> None:
 def test_restore_without_the_streams_is_not_compared_with_the_old_run(tmp_path: Path) -> None:
     """Whoever leaves the random streams out means another run: other losses than before are no news then."""
     run = Marked()
-    with manager_of(tmp_path, run) as manager:
+    with manager_of(tmp_path, run, save_on_exit=False) as manager:
         manager.save(1)
         for step in range(2, 20):
             manager.end_step(step, loss=step / 2)
@@ -603,8 +603,7 @@ def test_restore_without_the_streams_is_not_compared_with_the_old_run(tmp_path: 
         manager.save(20)
     with manager_of(tmp_path, run) as manager:
         manager.restore(20)
-        with pytest.raises(safeckpt.StepExistsError):
-            manager.save(20)
+        assert manager.save(20).step == 20
 
 
 @pytest.mark.parametrize("only", [("modle",), ("model", "rgn")])

@@ -112,12 +112,13 @@ def test_relative_directory_is_fixed_when_the_manager_is_built(tmp_path: Path, m
 
 
 def test_steps_only_rise(tmp_path: Path) -> None:
-    """The last saved step again is a StepExistsError, a lower one a ValueError; both leave the directory as it is."""
+    """The last saved step with a different state is a StepExistsError, a lower one a ValueError; nothing is written."""
     run = Marked()
     with manager_of(tmp_path, run) as manager:
         manager.save(0)
         manager.save(5)
         before = contents(tmp_path)
+        run.step = 6
         with pytest.raises(safeckpt.StepExistsError) as caught:
             manager.save(5)
         assert caught.value.step == 5
@@ -134,10 +135,13 @@ def test_steps_only_rise(tmp_path: Path) -> None:
 
 
 def test_restored_step_counts_as_saved(tmp_path: Path) -> None:
-    """After a restore its step exists and lower ones are refused."""
+    """After a restore its step exists, with the state that was restored, and lower ones are refused."""
     save_steps(tmp_path, 3, 7)
-    with manager_of(tmp_path, Marked()) as manager:
-        manager.restore()
+    run = Marked()
+    with manager_of(tmp_path, run) as manager:
+        restored = manager.restore()
+        assert manager.save(7) == restored
+        run.step = 8
         with pytest.raises(safeckpt.StepExistsError):
             manager.save(7)
         with pytest.raises(ValueError, match="step 5 is lower than step 7"):
@@ -308,8 +312,10 @@ def test_lambda_in_the_state_is_refused_before_the_disk_is_touched(tmp_path: Pat
 # -- the directory of another run ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("restored", ["nothing", "part"])
-def test_directory_of_another_run_is_not_written_into(tmp_path: Path, restored: str) -> None:
+@pytest.mark.parametrize(
+    ("restored", "text"), [("nothing", r"2 checkpoint\(s\) of another run"), ("part", "restored only model from")]
+)
+def test_directory_of_another_run_is_not_written_into(tmp_path: Path, restored: str, text: str) -> None:
     """Checkpoints that this manager did not restore, or only a part of, are not mixed with its own."""
     save_steps(tmp_path, 1, 2)
     run = Marked()
@@ -317,9 +323,10 @@ def test_directory_of_another_run_is_not_written_into(tmp_path: Path, restored: 
     with manager_of(tmp_path, run) as manager:
         if restored == "part":
             manager.restore(only=("model",))
-        with pytest.raises(safeckpt.DirectoryInUseError, match=r"2 checkpoint\(s\) of another run") as caught:
+        with pytest.raises(safeckpt.DirectoryInUseError, match=text) as caught:
             manager.save(3)
         assert (caught.value.directory, caught.value.steps) == (str(tmp_path), (1, 2))
+        assert caught.value.restored_only == (("model",) if restored == "part" else None)
         assert caught.value.errno == errno.EEXIST
         assert isinstance(caught.value, FileExistsError)
         assert contents(tmp_path) == before
@@ -371,8 +378,7 @@ def test_unknown_durability_is_reported_and_the_run_goes_on(tmp_path: Path) -> N
         assert (caught.value.step, caught.value.errno) == (2, errno.EIO)
         assert steps_in(tmp_path) == [1, 2]
         assert manager.step == 2
-        with pytest.raises(safeckpt.StepExistsError):
-            manager.save(2)
+        assert manager.save(2).step == 2
         run.step = 3
         manager.save(3)
         assert steps_in(tmp_path) == [3]
@@ -394,11 +400,8 @@ def test_interrupt_around_the_rename_leaves_a_manager_that_knows(tmp_path: Path,
             manager.save(2)
         assert temps_in(tmp_path) == []
         assert steps_in(tmp_path) == ([1, 2] if when == "after" else [1])
-        if when == "after":
-            with pytest.raises(safeckpt.StepExistsError):
-                manager.save(2)
-        else:
-            manager.save(2)
+        assert manager.save(2).step == 2
+        assert steps_in(tmp_path) == [1, 2]
         run.step = 3
         manager.save(3)
     assert steps_in(tmp_path) == [1, 2, 3]
