@@ -105,7 +105,8 @@ class Replay:
         self._policy = policy
         self._event = event
         self._locked = locked
-        self._mutex = threading.Lock()  # an asynchronous save commits in another thread
+        # An asynchronous save commits in another thread. Re-entrant, since a Ctrl-C at the end of a block may leave it held.
+        self._mutex = threading.RLock()
         self._waiting: deque[tuple[int, str]] = deque(maxlen=_MOST_KEPT)
         self._flushed_at = time.monotonic()
         self._broken = False

@@ -27,7 +27,8 @@ OPTIONS: dict[str, Any] = {"lock_timeout_seconds": 0}
 
 
 def manager_of(run: Run, path: Path, **options: Any) -> safeckpt.CheckpointManager:
-    return safeckpt.CheckpointManager(path, run.components, **(OPTIONS | options))
+    """Return a manager that leaves what was not saved unsaved at the end, as a crash does."""
+    return safeckpt.CheckpointManager(path, run.components, **(OPTIONS | {"save_on_exit": False} | options))
 
 
 def train(run: Run, manager: safeckpt.CheckpointManager, stop: int, *, save_every: int = 10) -> list[float]:
