@@ -105,7 +105,7 @@ class Replay:
         self._policy = policy
         self._event = event
         self._locked = locked
-        # An asynchronous save commits in another thread. Re-entrant, since a Ctrl-C at the end of a block may leave it held.
+        # An asynchronous save commits in another thread. Re-entrant, since a Ctrl-C at its end may leave it held.
         self._mutex = threading.RLock()
         self._waiting: deque[tuple[int, str]] = deque(maxlen=_MOST_KEPT)
         self._flushed_at = time.monotonic()

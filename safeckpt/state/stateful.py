@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 import dataclasses
+from collections import deque
 from collections.abc import Collection, Iterator
 from typing import Any
 

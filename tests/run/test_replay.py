@@ -407,7 +407,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_rollback_that_leaves_out_a_batch_starts_a_new_record(memory_path: Path, data: Path) -> None:
     """A poisoned batch is left out, the run goes on, and its restart is compared with what came after."""
     run = Digits(data)
-    with safeckpt.CheckpointManager(memory_path, run.components, save_every=5) as manager:
+    with safeckpt.CheckpointManager(memory_path, run.components, save_every=5, save_on_exit=False) as manager:
         run.train(manager, 8)
         with pytest.raises(safeckpt.NonFiniteError):
             run.train(manager, 9, poison=True)
