@@ -206,6 +206,13 @@ class OptimizerComponent(Component):
                 lines.append(f"{self.name}.{key}{where}: {change}")
         return lines
 
+    def with_rates(self, captured: Captured, rates: Sequence[Any]) -> Captured:
+        """Return `captured` with the learning rates of a schedule that the script has changed, one for each group."""
+        groups = list(captured.state["param_groups"])
+        for source, rate in zip(self._matched(captured).sources, rates, strict=True):
+            groups[source] = {**groups[source], "lr": copy_tree(rate)}
+        return Captured({**captured.state, "param_groups": groups}, captured.record, captured.transfer)
+
     def keep(self, captured: Captured, hyperparameters: Collection[str]) -> Captured:
         """Return `captured` with the live values of these options, in every group that has them."""
         if not hyperparameters:

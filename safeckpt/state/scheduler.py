@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from safeckpt.state.component import Captured, Component, Order
 from safeckpt.state.guard import Guard, nonfinite_floats
-from safeckpt.state.options import overruled, plain
+from safeckpt.state.options import overruled, plain, same
 from safeckpt.state.tree import copy_tree, detached, join
+from safeckpt.system.torch_private import closed_form_rates
 
 __all__ = ["SchedulerComponent"]
 
@@ -20,6 +23,7 @@ _NOT_OPTIONS = frozenset({"optimizer", "optimizers", "last_epoch", "schedulers",
 # What constructors of torch compute from arguments that they do not keep.
 _COMPUTED = frozenset({"base_lrs", "total_size", "step_ratio", "_schedule_phases"})
 _COMPUTED_FROM = {"total_steps": ("_schedule_phases",)}
+_FUNCTIONS = frozenset({"lr_lambdas", "_scale_fn_custom"})  # of which a state holds a part, or none
 _RATES = frozenset({"base_lrs", "_last_lr"})
 _INNER = "_schedulers"  # attribute and state key of composed schedulers
 
@@ -41,8 +45,12 @@ class SchedulerComponent(Component):
         return Captured(detached(self.obj.state_dict()), record)
 
     def notices(self, captured: Captured) -> list[str]:
-        """Return nothing: another schedule is another run."""
-        return []
+        """Return whether kept arguments leave a rate that belongs to the saved ones; another class is no notice."""
+        if captured.record.get("rates", ()) is not None:
+            return []
+        text = "computes each rate from the one before, so the rate now is still that of the saved arguments"
+        cure = "set param_groups[i]['lr'] after the restore if it should be another"
+        return [f"{self.name}: a {captured.record['class']} {text}; {cure}"]
 
     def check(self, captured: Captured) -> list[str]:
         """Compare the classes, of composed schedulers too, and the number of parameter groups."""
@@ -82,15 +90,33 @@ class SchedulerComponent(Component):
             if name not in options:
                 raise KeyError(name)
             first[name] = copy_tree(options[name])
-            *path, key = name.split(".")
-            source, target = live, state
-            for part in path:
-                index: Any = int(part) if part.isdigit() else part
-                source, target = source[index], target[index]
+            path, _, key = name.rpartition(".")
+            source, target = _value(live, path), _value(state, path)
             for entry in (key, *_COMPUTED_FROM.get(key, ())):
                 if entry in source:
                     target[entry] = copy_tree(source[entry])
-        return Captured(state, {**captured.record, "first": first})
+        record = {**captured.record, "first": first}
+        # What Plateau is given decides about later rates only.
+        if not isinstance(self.obj, ReduceLROnPlateau) and any(
+            not same(options[name], _value(captured.state, name)) for name in hyperparameters
+        ):
+            record["rates"] = self._rates(state)
+            if record["rates"] is not None:
+                state["_last_lr"] = copy_tree(record["rates"])
+        return Captured(state, record)
+
+    def _rates(self, state: Mapping[str, Any]) -> list[Any] | None:
+        """Return the rates of a schedule with this state at its step; None where they follow from earlier ones."""
+        scheduler = copy.copy(self.obj)
+        vars(scheduler).update({key: value for key, value in state.items() if key not in _FUNCTIONS})
+        return closed_form_rates(scheduler)
+
+
+def _value(state: Any, path: str) -> Any:
+    """Return what a dotted name stands for in a state."""
+    for part in path.split(".") if path else ():
+        state = state[int(part) if part.isdigit() else part]
+    return state
 
 
 def _class(scheduler: Any) -> str:

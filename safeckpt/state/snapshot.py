@@ -21,6 +21,7 @@ from safeckpt.state.component import Captured, Component, Order
 from safeckpt.state.environment import differences, environment
 from safeckpt.state.fsdp import drop_unreduced, reshard
 from safeckpt.state.module import ModuleComponent
+from safeckpt.state.optimizer import OptimizerComponent
 from safeckpt.state.random_streams import RngStreams
 from safeckpt.state.staging import Staging
 from safeckpt.state.transfer import Reader, Transfer
@@ -381,4 +382,19 @@ def _keep_live(parts: list[tuple[Component, Captured]], keep_live: Collection[st
             kept.append((component, component.keep(captured, by_component.get(component.name, ()))))
         except KeyError as error:
             raise ValueError(f"keep_live: {component.name} has no hyper-parameter {error.args[0]!r}") from None
-    return kept
+    return _follow_schedules(kept)
+
+
+def _follow_schedules(parts: list[tuple[Component, Captured]]) -> list[tuple[Component, Captured]]:
+    """Give the optimizers the rates that schedules with kept arguments have at this step."""
+    rates = {
+        id(component.obj.optimizer): captured.record["rates"]
+        for component, captured in parts
+        if captured.record.get("rates") is not None
+    }
+    return [
+        (component, component.with_rates(captured, rates[id(component.obj)]))
+        if isinstance(component, OptimizerComponent) and id(component.obj) in rates
+        else (component, captured)
+        for component, captured in parts
+    ]

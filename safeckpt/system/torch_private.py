@@ -23,6 +23,7 @@ __all__ = [
     "STORAGE_CLASSES",
     "STORAGE_TO_DTYPE",
     "allowed_globals",
+    "closed_form_rates",
     "fake_mode_is_on",
     "is_transformed",
     "rebuild_from_type_v2",
@@ -88,3 +89,18 @@ def fake_mode_is_on() -> bool:
 def skip_data_is_on() -> bool:
     """Return whether this is inside `torch.serialization.skip_data()`; a torch that cannot tell is taken not to be."""
     return bool(getattr(getattr(torch.serialization, "_serialization_tls", None), "skip_data", False))
+
+
+def closed_form_rates(scheduler: Any) -> list[Any] | None:
+    """Return the learning rates that a scheduler has at its step whatever came before; None where it has no such form.
+
+    Most of torch's schedulers have `_get_closed_form_lr`; in the others named here, `get_lr` is one by itself. Without
+    the flag it would warn that it is called outside of `step`. Where a torch has renamed them, there is no form.
+    """
+    if hasattr(scheduler, "_get_closed_form_lr"):
+        return list(scheduler._get_closed_form_lr())
+    kinds = (torch.optim.lr_scheduler.LambdaLR, torch.optim.lr_scheduler.OneCycleLR)
+    if isinstance(scheduler, kinds):
+        scheduler._get_lr_called_within_step = True
+        return list(scheduler.get_lr())
+    return None

@@ -256,6 +256,69 @@ def test_longer_schedule_that_is_kept_goes_on_to_its_new_end():
     assert rates == expected[3:]
 
 
+EXTENDED = {
+    "cosine": (lambda o, n: s.CosineAnnealingLR(o, T_max=n, eta_min=0.01), "T_max"),
+    "linear": (lambda o, n: s.LinearLR(o, 1.0, 0.0, n), "total_iters"),
+    "polynomial": (lambda o, n: s.PolynomialLR(o, n, power=2.0), "total_iters"),
+    "one cycle": (lambda o, n: s.OneCycleLR(o, 0.4, total_steps=n), "total_steps"),
+    "step": (lambda o, n: s.StepLR(o, n // 2), "step_size"),
+    "milestones": (lambda o, n: s.MultiStepLR(o, [n // 3, n // 2]), "milestones"),
+    "exponential": (lambda o, n: s.ExponentialLR(o, 1 - 1 / n), "gamma"),
+    "constant": (lambda o, n: s.ConstantLR(o, 0.5, n), "total_iters"),
+}
+
+
+@pytest.mark.parametrize("done", [3, 8, 10], ids=["early", "late", "finished"])
+@pytest.mark.parametrize("kind", EXTENDED)
+def test_schedule_that_is_made_longer_has_the_rate_of_the_longer_one_from_the_next_step_on(kind, done):
+    """Also a schedule whose rate had come down to 0: what is kept counts as if it had been there from the start."""
+    make, argument = EXTENDED[kind]
+
+    def two_groups(total):
+        model = Net()
+        first, *rest = model.parameters()
+        optimizer = SGD([{"params": [first], "lr": 0.3}, {"params": rest}], lr=0.1)
+        return {"model": model, "optimizer": optimizer, "scheduler": make(optimizer, total)}
+
+    def rates_of(components, steps):
+        found = []
+        for _ in range(steps):
+            found.append([group["lr"] for group in components["optimizer"].param_groups])
+            train_step(components)
+        return found
+
+    saved = two_groups(10)
+    rates_of(saved, done - (kind == "one cycle" and done == 10))
+    done = saved["scheduler"].last_epoch
+    live = two_groups(20)
+    give(payload_of(saved), live, keep_live=[f"scheduler.{argument}"])
+    assert live["scheduler"].get_last_lr() == [group["lr"] for group in live["optimizer"].param_groups]
+    expected = rates_of(two_groups(20), 20 - 1)[done:]
+    assert rates_of(live, len(expected)) == [pytest.approx(rates, rel=1e-12, abs=1e-15) for rates in expected]
+
+
+def test_argument_that_is_kept_and_the_same_changes_no_rate():
+    """Rates that were set by hand stay as they are in the file."""
+    saved = build(lambda o: s.CosineAnnealingLR(o, 10))
+    run(saved, 3)
+    saved["optimizer"].param_groups[0]["lr"] = 0.123
+    live = build(lambda o: s.CosineAnnealingLR(o, 10))
+    give(payload_of(saved), live, keep_live=["scheduler.T_max"])
+    assert live["optimizer"].param_groups[0]["lr"] == 0.123
+
+
+def test_schedule_without_a_closed_form_says_that_its_rate_is_the_old_one():
+    """A composed schedule cannot tell what its rate would be: a notice says what to do."""
+    saved, live, _ = CHANGED["inside a composed one"]
+    seed(1)
+    components = build(saved)
+    run(components, 3)
+    ready = plan(register(build(live)), payload_of(components), keep_live=["scheduler._schedulers.0.total_iters"])
+    (notice,) = ready.notices
+    assert notice.startswith("scheduler: a SequentialLR(")
+    assert "set param_groups[i]['lr'] after the restore" in notice
+
+
 def test_arguments_inside_composed_schedulers_can_be_kept():
     """A dotted name reaches an argument of an inner scheduler."""
     saved, live, _ = CHANGED["inside a composed one"]
