@@ -124,6 +124,7 @@ class _Run:
         self._record = record
         self._given = build()
         self._components = register(self._given)
+        self._loaders = [obj for obj in self._given.values() if hasattr(obj, "expect_end_step")]
         self._live = LiveObjects(dict(self._given), (build, train_step))
         record.components = list(self._components)
 
@@ -147,6 +148,8 @@ class _Run:
         self._note(start)
         for step in range(start, stop):
             self._record.losses.append(Loss.read(self._train_step(self._given)).floats)
+            for loader in self._loaders:
+                loader.end_step(step + 1)
             self._note(step + 1)
 
     def _note(self, step: int) -> None:
