@@ -12,12 +12,12 @@ _listeners: Counter[int] = Counter()
 
 def listen_to_stop_requests(signals: Iterable[int]) -> None:
     """Note that somebody in this process saves when one of these signals comes."""
-    _listeners.update(signals)
+    _listeners.update(list(signals))
 
 
 def ignore_stop_requests(signals: Iterable[int]) -> None:
     """Note that this listener is gone."""
-    _listeners.subtract(signals)
+    _listeners.subtract(list(signals))  # of a mapping a counter would take the values
 
 
 def stop_requests() -> tuple[int, ...]:
