@@ -91,9 +91,12 @@ def test_torch_load_computes_the_offsets_that_the_file_has(state_file, monkeypat
         assert_same(torch.load(state_file, mmap=mmap), corpus())
 
 
-def test_torch_load_onto_meta_gives_shapes(state_file):
+def test_torch_load_onto_meta_gives_shapes(tmp_path):
     """The meta device works, and finds offsets of storages by calculation."""
-    model = torch.load(state_file, map_location="meta")["model"]
+    state = {name: value for name, value in corpus().items() if name != "sparse"}  # torch 2.14 checks its indices
+    with (tmp_path / "state.pt").open("wb", buffering=0) as f:
+        write_file(state, f, header={"step": 3})
+    model = torch.load(tmp_path / "state.pt", map_location="meta")["model"]
     assert {name: tensor.shape for name, tensor in model.items()} == {
         name: tensor.shape for name, tensor in corpus()["model"].items()
     }
