@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from safeckpt.distributed import ShardTensors, digests_of, extract_shards, is_sharded
-from safeckpt.errors import NonFiniteError, UnsavableStateError
+from safeckpt.errors import NonFiniteError, UncapturedStateWarning, UnsavableStateError
 from safeckpt.file import encode
 from safeckpt.run.arguments import checked_metrics, checked_step
 from safeckpt.run.catalog import Checkpoint
@@ -22,10 +22,12 @@ from safeckpt.state import (
     Gradients,
     Guard,
     GuardResult,
+    HiddenState,
     capture,
     refuse_unreduced,
 )
 from safeckpt.state.loss import Loss
+from safeckpt.system.warn import warn_caller
 
 __all__ = ["Capturer", "Draft"]
 
@@ -70,6 +72,7 @@ class Capturer:
         self._guard = guard
         self._grads = grads
         self._baseline = Baseline(run.components)
+        self._hidden = HiddenState(run.components)
         self._gradients = Gradients(run.components)
         components = run.components.items()
         self._loaders = [component.obj for _, component in components if hasattr(component.obj, "expect_end_step")]
@@ -99,6 +102,8 @@ class Capturer:
         verdict.bad.extend(self._gradients.check(gradients, self._guard))
         if loss.nonfinite is not None or verdict.bad:
             raise self._refusal(step, loss, verdict)
+        for line in self._hidden.changed():
+            warn_caller(f"Not captured: {line}.", UncapturedStateWarning)
         sharded = is_sharded(snapshot.payload)
         shards: ShardTensors = {}
         payload = snapshot.payload

@@ -5,6 +5,7 @@ from safeckpt.state.component import Component
 from safeckpt.state.fsdp import refuse_unreduced
 from safeckpt.state.gradients import Gradients
 from safeckpt.state.guard import Guard, check_gradients, find_nonfinite
+from safeckpt.state.hidden import HiddenState
 from safeckpt.state.loss import Loss
 from safeckpt.state.registry import register, uncaptured
 from safeckpt.state.snapshot import RESERVED_KEY, Plan, Snapshot, capture, plan
@@ -18,6 +19,7 @@ __all__ = [
     "Gradients",
     "Guard",
     "GuardResult",
+    "HiddenState",
     "Loss",
     "Plan",
     "Snapshot",

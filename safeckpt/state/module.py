@@ -14,6 +14,7 @@ from safeckpt.errors import UnsavableStateError
 from safeckpt.state.component import Captured, Component, Order, class_name
 from safeckpt.state.fill import cannot_fill, fill_special, is_special
 from safeckpt.state.guard import Guard, guarded_tensors, nonfinite_floats
+from safeckpt.state.module_options import changed_options, options_of
 from safeckpt.state.tree import copy_tree, join
 from safeckpt.system.tensor_kind import TensorKind, has_own_copies, is_plain, kind_of
 
@@ -124,6 +125,7 @@ class ModuleComponent(Component):
             "classes": {clean: class_name(module) for clean, module in modules.values()},
             "training": {clean: module.training for clean, module in modules.values()},
             "requires_grad": self._flags(),
+            "options": options_of(modules),
         }
         return Captured(state, record)
 
@@ -157,8 +159,15 @@ class ModuleComponent(Component):
 
     def notices(self, captured: Captured) -> list[str]:
         """Return renamed classes and the like: differences with which every tensor still fits."""
-        saved, live = captured.record["classes"], self.capture().record["classes"]
-        return [text for text, refused in self._class_differences(saved, live) if not refused]
+        saved, live = captured.record, self.capture().record
+        differences = self._class_differences(saved["classes"], live["classes"])
+        found = [text for text, refused in differences if not refused]
+        for path, options in saved.get("options", {}).items():
+            if saved["classes"].get(path) == live["classes"].get(path):
+                where = f"{join(self.name, path)} ({saved['classes'][path]})"
+                texts = changed_options(options, live["options"].get(path, ""))
+                found.extend(f"{where}: {text}" for text in texts)
+        return found
 
     def _one_sided(self, saved: Mapping[str, Any], live: Mapping[str, Any]) -> list[str]:
         found = [f"{join(self.name, key)}: not in the checkpoint" for key in live if key not in saved]
