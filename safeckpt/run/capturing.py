@@ -128,6 +128,11 @@ class Capturer:
             digests=digests_of(snapshot.payload) if run.group.size > 1 else {},
         )
 
+    @property
+    def optimizer_steps(self) -> int:
+        """How many steps the optimizers have made, all together."""
+        return self._gradients.optimizer_steps
+
     def check_savable(self) -> None:
         """Check that the state could be saved, as far as that is known without looking at its values.
 

@@ -12,13 +12,14 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from safeckpt.distributed import Group, in_group
-from safeckpt.errors import NonFiniteError, ReplayMismatchError, ReplayMismatchWarning
+from safeckpt.errors import NonFiniteError, ReplayMismatchError, ReplayMismatchWarning, SafeckptWarning
 from safeckpt.run.arguments import checked_metrics, checked_step
 from safeckpt.run.capturing import Capturer
 from safeckpt.run.catalog import Checkpoint
 from safeckpt.run.run import Run
 from safeckpt.run.saving import Saver
 from safeckpt.state.loss import Loss
+from safeckpt.system.warn import warn_caller
 
 __all__ = ["Steps"]
 
@@ -26,11 +27,19 @@ _log = logging.getLogger("safeckpt")
 
 
 class _Ended(NamedTuple):
-    """A step that ended and is not saved yet."""
+    """A step that ended and is not saved yet.
+
+    Attributes:
+        step: Its number.
+        loss: Its loss.
+        metrics: Its metrics.
+        optimizer_steps: Steps of the optimizers until then: one more, and the weights are no longer those of this step.
+    """
 
     step: int
     loss: Loss
     metrics: Mapping[str, Any] | None
+    optimizer_steps: int
 
 
 class _Due(NamedTuple):
@@ -137,7 +146,7 @@ class Steps:
             return checkpoint
         self._check_first(step)
         run.timeline.end(step)
-        self._unsaved = _Ended(step, value, metrics)
+        self._unsaved = _Ended(step, value, metrics, self._capturer.optimizer_steps)
         if self._pending is None:
             run.timeline.forget_refusal()  # the caller went on without a rollback
         self._saver.warm()
@@ -155,7 +164,11 @@ class Steps:
         self._is_checked = True
 
     def finish(self) -> Checkpoint | None:
-        """Save the last step that ended, unless it is saved, or was followed by a step that was refused."""
+        """Save the last step that ended, unless it is saved.
+
+        Warns:
+            SafeckptWarning: It cannot be saved any more: a step after it was refused, or begun and not ended.
+        """
         run, unsaved = self._run, self._unsaved
         self._saver.wait()
         if unsaved is None:
@@ -165,9 +178,20 @@ class Steps:
         if unsaved.step == run.timeline.saved_step:
             return None
         if run.timeline.refusal is not None or self._pending is not None:
-            _log.warning("step %d is not saved at the end: a later step was refused", unsaved.step)
+            self._warn_unsaved(unsaved.step, "a later step was refused")
             return None
-        return self._saver.save(*unsaved)
+        if self._capturer.optimizer_steps != unsaved.optimizer_steps:
+            self._warn_unsaved(
+                unsaved.step, "an optimizer step was made after it, and end_step was not called for that"
+            )
+            return None
+        return self._saver.save(unsaved.step, unsaved.loss, unsaved.metrics)
+
+    def _warn_unsaved(self, step: int, why: str) -> None:
+        saved = self._run.timeline.saved_step
+        resumed = "a resume starts anew" if saved is None else f"a resume goes on from step {saved}"
+        text = f"Step {step} is not saved at the end of the run: {why}. Nothing is lost on disk; {resumed}."
+        warn_caller(text, SafeckptWarning)
 
     def _end_in_group(self, step: int, loss: Loss) -> bool:
         """Return whether to save.

@@ -28,12 +28,16 @@ class Gradients:
     Args:
         components: The components; a hook is put on the `step` of each optimizer until `close`.
 
+    Attributes:
+        optimizer_steps: How many steps the optimizers have made since this was built, all together.
+
     Cost:
         About 0.3 microseconds per parameter at every optimizer step.
     """
 
     def __init__(self, components: Mapping[str, Component]) -> None:
         self._components = components
+        self.optimizer_steps = 0
         # By optimizer and parameter: one that a second optimizer still needs is not spent.
         self._spent: dict[tuple[int, int], tuple[weakref.ref[torch.Tensor], int]] = {}
         self._scalers = [one.obj for one in components.values() if isinstance(one.obj, torch.amp.GradScaler)]
@@ -41,6 +45,7 @@ class Gradients:
         self._hooks = [optimizer.register_step_post_hook(self._note) for optimizer in self._optimizers]
 
     def _note(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.optimizer_steps += 1
         for parameter in _parameters(optimizer):
             grad = parameter.grad
             if grad is not None:

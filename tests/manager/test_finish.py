@@ -56,9 +56,9 @@ def test_leaving_the_block_waits_for_an_asynchronous_save(tmp_path: Path) -> Non
     assert steps_in(tmp_path) == [2, 3]
 
 
-@pytest.mark.parametrize("how", ["error", "option", "closed", "refused", "nothing ended"])
+@pytest.mark.parametrize("how", ["error", "option", "closed", "nothing ended"])
 def test_leaving_the_block_saves_nothing(tmp_path: Path, how: str) -> None:
-    """Not after an error, not when told not to, not when closed, not behind a refused step, not without a step."""
+    """Not after an error, not when told not to, not when closed, not without a step."""
     run = Marked()
     manager = manager_of(tmp_path, run, save_on_exit=how != "option")
     with pytest.raises(KeyError) if how == "error" else manager:
@@ -68,11 +68,41 @@ def test_leaving_the_block_saves_nothing(tmp_path: Path, how: str) -> None:
                 raise KeyError
         if how != "nothing ended":
             manager.end_step(1)
-        if how == "refused":
-            with pytest.raises(safeckpt.NonFiniteError):
-                manager.end_step(2, loss=float("nan"))
         if how == "closed":
             manager.close()
+    assert checkpoint_files(tmp_path) == {}
+
+
+def test_leaving_the_block_behind_a_refused_step_saves_nothing(tmp_path: Path) -> None:
+    """The weights are no longer those of the last step that ended."""
+    manager = manager_of(tmp_path, Marked())
+    manager.end_step(1)
+    with pytest.raises(safeckpt.NonFiniteError):
+        manager.end_step(2, loss=float("nan"))
+    with (
+        pytest.warns(safeckpt.SafeckptWarning, match="Step 1 is not saved at the end of the run: a later step"),
+        manager,
+    ):
+        pass
+    assert checkpoint_files(tmp_path) == {}
+
+
+def train_half_a_step_too_far(path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with safeckpt.CheckpointManager(path, {"model": model, "optimizer": optimizer}) as manager:
+        for step in (1, 2, 3):
+            model(torch.ones(2)).sum().backward()
+            optimizer.step()
+            if step == 3:
+                break
+            manager.end_step(step)
+
+
+def test_leaving_the_block_in_the_middle_of_a_step_saves_nothing(tmp_path: Path) -> None:
+    """A `break` between optimizer.step() and end_step would put the weights of step 3 under the number 2."""
+    with pytest.warns(safeckpt.SafeckptWarning, match="Step 2 is not saved at the end of the run: an optimizer step"):
+        train_half_a_step_too_far(tmp_path)
     assert checkpoint_files(tmp_path) == {}
 
 
