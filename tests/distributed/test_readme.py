@@ -20,7 +20,7 @@ def test_the_script_of_the_page_trains_and_resumes(tmp_path: Path) -> None:
     """Two ranks train, and a second start goes on and ends at the same step."""
     (block,) = re.findall(r"^```py\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     script = block + "dist.destroy_process_group()\n"
-    for epochs, step in ((4, 60), (6, 80)):
+    for epochs, step in ((4, 64), (6, 96)):
         (tmp_path / "train.py").write_text(script.replace("loader.epochs(4)", f"loader.epochs({epochs})"))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
