@@ -11,8 +11,9 @@ import torch
 
 from safeckpt.errors import NonFiniteError
 from safeckpt.file import CheckpointFile, FileReport, encode, open_checkpoint, prepare
-from safeckpt.state.guard import find_nonfinite
+from safeckpt.state.guard import selected_tensors
 from safeckpt.state.loss import Loss
+from safeckpt.state.nonfinite import scan
 from safeckpt.store import commit, expand_user
 from safeckpt.system.threads import Progress
 
@@ -75,21 +76,23 @@ def save(
             f"{' and '.join(map(str, _READABLE_PROTOCOLS))} only"
         )
     f = expand_user(f)
-    _refuse_nonfinite(obj, loss, allow_nonfinite, f)
+    finite = _guard(obj, loss, allow_nonfinite, f)
     if not isinstance(f, str | os.PathLike) and not callable(getattr(f, "write", None)):
         raise TypeError(f"f must be a path or an object with write(); got {type(f).__name__}")
-    prepared = prepare(encode(obj), pickle_protocol=pickle_protocol)
+    prepared = prepare(encode(obj), pickle_protocol=pickle_protocol, finite=finite)
     if isinstance(f, str | os.PathLike):
         commit(f, prepared.write, check=prepared.check, size_bytes=prepared.size_bytes)
     else:
         prepared.write(f)
 
 
-def _refuse_nonfinite(obj: object, loss: Any, allow: Sequence[str], f: object) -> None:
+def _guard(obj: object, loss: Any, allow: Sequence[str], f: object) -> list[tuple[str, torch.Tensor]]:
+    """Refuse what is not finite, and return the tensors that are and have to stay so."""
     read = Loss.read(loss)
-    found = find_nonfinite(obj, allow=allow)
+    tensors = selected_tensors(obj, allow=allow)
+    found = scan(tensors)
     if read.nonfinite is None and not found:
-        return
+        return tensors
     path = f if isinstance(f, str | os.PathLike) else None
     kept = f"{path} still holds what it held before." if path is not None and os.path.lexists(path) else None
     raise NonFiniteError(

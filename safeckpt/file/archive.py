@@ -89,7 +89,7 @@ class Entry:
 
     @property
     def wide(self) -> bool:
-        """Whether the record needs 64-bit fields."""
+        """True when the record needs 64-bit fields."""
         return self.size >= LIMIT32 or self.header_offset >= LIMIT32
 
     @property

@@ -14,9 +14,10 @@ import struct
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from functools import lru_cache
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeAlias
 from zlib import crc32
 
 import numpy as np
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
 
     from safeckpt.file.archive import Buffer
 
-__all__ = ["CHUNK_BYTES", "ChunkDigest", "CrcPool", "CrcTask", "combine", "digest_of"]
+__all__ = ["CHUNK_BYTES", "ChunkDigest", "CrcPool", "CrcTask", "Look", "combine", "digest_of"]
+
+Look: TypeAlias = Callable[[int, memoryview], None]
 
 CHUNK_BYTES = 4 << 20  # part of the format: the trailer names it
 
@@ -133,11 +136,13 @@ class ChunkDigest:
 class CrcTask:
     """The CRC-32 of one piece, computed by a worker."""
 
-    __slots__ = ("_copy_of", "_crc", "_data", "_done")
+    __slots__ = ("_copy_of", "_crc", "_data", "_done", "_error", "_look")
 
-    def __init__(self, data: Buffer, copy_of: memoryview | None = None) -> None:
+    def __init__(self, data: Buffer, copy_of: memoryview | None = None, look: Look | None = None) -> None:
         self._data = data
         self._copy_of = copy_of
+        self._look = look
+        self._error: BaseException | None = None
         self._done = threading.Lock()
         self._done.acquire()
         self._crc = 0
@@ -145,23 +150,35 @@ class CrcTask:
     def run(self) -> None:
         """Compute it, in whatever thread this is called."""
         try:
-            if self._copy_of is None:
-                self._crc = crc32(self._data)
-            else:
-                self._copy(memoryview(self._data), self._copy_of)
+            self._take_in(memoryview(self._data))
+        except BaseException as error:  # noqa: BLE001 - raised again below, by whoever waits for the result
+            self._error = error
         finally:
             self._done.release()
 
-    def _copy(self, data: memoryview, source: memoryview) -> None:
-        for low in range(0, len(source), _COPIED_BYTES):
+    def _take_in(self, data: memoryview) -> None:
+        if self._copy_of is None and self._look is None:
+            self._crc = crc32(data)
+            return
+        for low in range(0, len(data), _COPIED_BYTES):
             piece = data[low : low + _COPIED_BYTES]
-            # NumPy's copy, which leaves the interpreter to other threads; a memoryview's does not.
-            np.copyto(np.frombuffer(piece, np.uint8), np.frombuffer(source[low : low + _COPIED_BYTES], np.uint8))
+            if self._copy_of is not None:
+                # NumPy's copy, which leaves the interpreter to other threads; a memoryview's does not.
+                source = self._copy_of[low : low + _COPIED_BYTES]
+                np.copyto(np.frombuffer(piece, np.uint8), np.frombuffer(source, np.uint8))
+            if self._look is not None:
+                self._look(low, piece)
             self._crc = crc32(piece, self._crc)
 
     def result(self) -> int:
-        """Wait for the worker and return the CRC-32."""
+        """Wait for the worker and return the CRC-32.
+
+        Raises:
+            BaseException: What looking at the bytes has raised.
+        """
         with self._done:
+            if self._error is not None:
+                raise self._error
             return self._crc
 
 
@@ -181,14 +198,15 @@ class CrcPool:
         self._threads: list[threading.Thread] = []
         self._inline = self._workers == 0
 
-    def submit(self, data: Buffer, *, copy_of: memoryview | None = None) -> CrcTask:
+    def submit(self, data: Buffer, *, copy_of: memoryview | None = None, look: Look | None = None) -> CrcTask:
         """Have the CRC-32 of ``data`` computed; the bytes must stay as they are until its result is taken.
 
         Args:
             data: The bytes.
             copy_of: What to fill ``data`` with first, of the same length; it may change at any time.
+            look: Called with each part of the bytes, and where it begins.
         """
-        task = CrcTask(data, copy_of)
+        task = CrcTask(data, copy_of, look)
         if not self._threads and not self._inline:
             self._start()
         if self._inline:

@@ -1,4 +1,4 @@
-"""What was found out about a file."""
+"""The result of verifying a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pickle may cost to load, beyond its own length.
+"""Bound what a pickle may cost to load, beyond its own length.
 
 A pickle that asks for nothing forbidden can still be made so that loading it never ends, or takes all memory:
 
@@ -43,7 +43,7 @@ class _Hashed(int):
 
 
 class Budget:
-    """What one pickle has used up so far.
+    """The use that one pickle has made of each limit so far.
 
     Args:
         length: Of the pickle.

@@ -40,7 +40,7 @@ class PickleError(Exception):
 
 @dataclass(slots=True)
 class Claim:
-    """What a pickle says about a storage.
+    """A storage as a pickle describes it.
 
     Attributes:
         key: Name of the record, ``data/<key>``.
@@ -116,7 +116,7 @@ def result_of(name: str, args: tuple[Any, ...], depth: int) -> Value:
 
 
 def _is_plain_container(value: Any) -> bool:
-    """Tell whether going through a value takes no longer than reading it did; a tensor may have any length."""
+    """Return whether going through a value takes no longer than reading it did; a tensor may have any length."""
     return type(value) is Value and value.kind in ("list", "tuple", "dict")
 
 

@@ -44,7 +44,7 @@ class UntrustedGlobalError(Exception):
 
 @dataclass
 class Scan:
-    """What is in a pickle.
+    """The storages and names in a pickle.
 
     Attributes:
         claims: Storages by record key, in the order in which they are first referred to.

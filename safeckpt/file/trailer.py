@@ -32,7 +32,7 @@ _FIELDS = re.compile(rb"chunk=(\d{7}) size=(\d{15}) root=([0-9a-f]{64})")
 
 @dataclass(frozen=True)
 class Trailer:
-    """What the trailer of a file says.
+    """The content of a trailer.
 
     Attributes:
         digest: Digest over everything before the trailer, in hex.

@@ -23,6 +23,7 @@ __all__ = [
     "guarded_tensors",
     "matcher",
     "nonfinite_floats",
+    "selected_tensors",
 ]
 
 _WIDEST = {"f": 8, "c": 16}  # bytes of the widest NumPy number of each kind that torch has too
@@ -82,9 +83,14 @@ def find_nonfinite(tree: Any, *, allow: Sequence[str] = ()) -> list[NonFiniteTen
         >>> print(safeckpt.find_nonfinite(bad)[0])
         layer.weight: 1 NaN, 1 Inf of 4 elements, first at [0, 1]
     """
+    return scan(selected_tensors(tree, allow=allow))
+
+
+def selected_tensors(tree: Any, *, allow: Sequence[str] = ()) -> list[tuple[str, torch.Tensor]]:
+    """Return (name, tensor) of every tensor that `find_nonfinite` looks at."""
     allowed = matcher(check_patterns(allow, "allow"))
     names = ((name or "tensor", tensor) for name, tensor in guarded_tensors(tree))
-    return scan(names if allowed is None else (entry for entry in names if not allowed(entry[0])))
+    return [entry for entry in names if allowed is None or not allowed(entry[0])]
 
 
 def guarded_tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:

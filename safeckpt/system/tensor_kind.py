@@ -18,7 +18,7 @@ __all__ = ["TensorKind", "describe_missing_memory", "has_memory", "has_own_copie
 
 
 class TensorKind(enum.Enum):
-    """What has to be known of a tensor before its memory is touched.
+    """The answer to what a tensor is, before its memory is touched.
 
     Exactly one holds of any tensor; the first one in this order that fits.
     """

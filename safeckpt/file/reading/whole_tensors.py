@@ -32,7 +32,7 @@ _HOST: Final = torch.device("cpu")
 
 
 class Placeholder(NamedTuple):
-    """What stands for a tensor that is in the shards."""
+    """A tensor that is in the shards, by name."""
 
     key: str
     shape: torch.Size

@@ -17,6 +17,7 @@ import torch
 from torch.serialization import location_tag, normalize_storage_type
 
 from safeckpt.file.writing.convert import EMPTY_BYTES
+from safeckpt.file.writing.second_look import mark_guarded
 from safeckpt.file.writing.spans import UsedStorages, View, view_of
 from safeckpt.system.tensor_kind import is_plain
 from safeckpt.system.torch_private import (
@@ -31,7 +32,7 @@ from safeckpt.system.torch_private import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from safeckpt.file.writing.spans import Span
 
@@ -76,13 +77,14 @@ class Pickled:
     plain: bool
 
 
-def pickle_payload(payload: object, protocol: int = 2) -> Pickled:
+def pickle_payload(payload: object, protocol: int = 2, finite: Iterable[tuple[str, torch.Tensor]] = ()) -> Pickled:
     """Pickle a payload; no tensor is copied.
 
     Args:
         payload: Anything that :func:`safeckpt.file.writing.encoding.encode` lets pass.
         protocol: 2, or 3. What protocol 3 adds are opcodes for bytes that a safe load does not know, so that a
             file of protocol 3 uses none of them.
+        finite: Names and tensors of the payload that have to be finite when they are written.
 
     Raises:
         StorageTypeConflictError: Tensors of different dtypes share bytes.
@@ -90,6 +92,7 @@ def pickle_payload(payload: object, protocol: int = 2) -> Pickled:
     first = _Collector()
     first.dump(payload)
     first.storages.check_types()
+    mark_guarded((name, tensor, first.spans[id(tensor)][0]) for name, tensor in finite if id(tensor) in first.spans)
     buffer = io.BytesIO()
     second = _Pickler(buffer, first, fix_imports=protocol < 3)
     second.dump(payload)

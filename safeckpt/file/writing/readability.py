@@ -14,7 +14,7 @@ __all__ = ["is_allowed", "parts_of", "why_unreadable"]
 
 
 def is_allowed(kind: Any) -> bool:
-    """Tell whether a class or function is on torch's list, or was registered by the user."""
+    """Return whether a class or function is on torch's list, or was registered by the user."""
     try:
         return any(kind is other for known in (registered_globals(), allowed_globals()) for other in known.values())
     except (TypeError, ValueError):  # what the user registered cannot be listed; torch.load will say so

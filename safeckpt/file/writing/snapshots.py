@@ -1,4 +1,4 @@
-"""What is written, as it was at one moment.
+"""Take a private copy of every byte before it is written.
 
 A tensor may change while it is saved: another thread trains, a process with shared memory writes. A digest of one
 reading and a write of another would make a file that nothing can verify. So every byte is copied once, into memory
@@ -18,21 +18,22 @@ import torch
 
 from safeckpt.errors import UnsavableStateError
 from safeckpt.file.checksum import CHUNK_BYTES
+from safeckpt.file.writing.second_look import refuse_nonfinite
 from safeckpt.file.writing.spans import Span
-from safeckpt.system.threads import worker_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from safeckpt.file.archive import Entry
-    from safeckpt.file.checksum import CrcPool, CrcTask
+    from safeckpt.file.checksum import CrcPool, CrcTask, Look
 
 __all__ = ["SMALL_BYTES", "Content", "Snapshots", "snapshot"]
 
 Content: TypeAlias = bytes | Span
 
 SMALL_BYTES = 64 << 10  # below this, copying into one buffer is cheaper than a system call and a thread
-_PIECE_BYTES = 512 << 10  # divides CHUNK_BYTES
+_PIECE_BYTES = 1 << 20  # divides CHUNK_BYTES
+_MOST_AHEAD = 3  # pieces: one is written, two are copied and checksummed; more would not stay in the cache
 
 
 def snapshot(content: Content) -> bytes:
@@ -60,41 +61,46 @@ class Snapshots:
         self._pieces = _pieces(records, start)
         self._buffers: list[memoryview] = []
         self._ahead: deque[tuple[memoryview, CrcTask, memoryview | None]] = deque()
-        self._most_ahead = worker_count() + 2
 
     @contextmanager
     def next(self) -> Iterator[tuple[memoryview, int]]:
         """Give the next piece and its CRC-32; inside the block the bytes stay as they are."""
-        while len(self._ahead) < self._most_ahead and (source := next(self._pieces, None)) is not None:
-            memory, is_private = source
+        while len(self._ahead) < _MOST_AHEAD and (source := next(self._pieces, None)) is not None:
+            memory, is_private, look = source
             if is_private:
-                self._ahead.append((memory, self._pool.submit(memory), None))
+                self._ahead.append((memory, self._pool.submit(memory, look=look), None))
             else:
                 buffer = self._buffers.pop() if self._buffers else _view(np.empty(_PIECE_BYTES, np.uint8))
                 copy = buffer[: len(memory)]
-                self._ahead.append((copy, self._pool.submit(copy, copy_of=memory), buffer))
+                self._ahead.append((copy, self._pool.submit(copy, copy_of=memory, look=look), buffer))
         piece, task, used = self._ahead.popleft()
         yield piece, task.result()
         if used is not None:
             self._buffers.append(used)
 
 
-def _pieces(records: Sequence[tuple[Entry, Content]], start: int) -> Iterator[tuple[memoryview, bool]]:
-    """Yield the pieces of all large records in order, and whether nobody else can change one."""
+def _pieces(records: Sequence[tuple[Entry, Content]], start: int) -> Iterator[tuple[memoryview, bool, Look | None]]:
+    """Yield the pieces of all large records in order, whether nobody else can change one, and what looks at it."""
     for entry, content in records:
         if entry.size < SMALL_BYTES:
             continue
         offset = start + entry.data_offset
         if isinstance(content, bytes):
             memory = memoryview(content)
-            yield from ((memory[low:high], True) for low, high in _cuts(offset, entry.size, CHUNK_BYTES))
+            yield from ((memory[low:high], True, None) for low, high in _cuts(offset, entry.size, CHUNK_BYTES))
         elif content.storage.device.type == "cpu":
             _address(content)
             memory = _view(_bytes_of(content, content.low, content.high).numpy())
-            yield from ((memory[low:high], False) for low, high in _cuts(offset, entry.size, _PIECE_BYTES))
+            for low, high in _cuts(offset, entry.size, _PIECE_BYTES):
+                yield memory[low:high], False, _look_at(content, low)
         else:
             for low, high in _cuts(offset, entry.size, CHUNK_BYTES):
-                yield _staged(_bytes_of(content, content.low + low, content.low + high)), True
+                yield _staged(_bytes_of(content, content.low + low, content.low + high)), True, _look_at(content, low)
+
+
+def _look_at(span: Span, low: int) -> Look | None:
+    """Return what looks at a part of a piece that begins at a byte of a record, given where in the piece it begins."""
+    return None if span.guarded is None else lambda start, data: refuse_nonfinite(span, low + start, data)
 
 
 def _staged(data: torch.Tensor) -> memoryview:

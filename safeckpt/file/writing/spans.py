@@ -1,4 +1,4 @@
-"""Which bytes of which storages go into the file.
+"""Choose the bytes of each storage that go into the file.
 
 A view must not drag its storage into the file: of a slice of 10 elements out of a million, 10 are written. Tensors
 that share memory must still share it afterwards. So a storage becomes one record, from the first byte that a tensor of
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Span", "StorageTypeConflictError", "UsedStorages", "View", "stored_dtype", "view_of"]
+__all__ = ["Guarded", "Span", "StorageTypeConflictError", "UsedStorages", "View", "stored_dtype", "view_of"]
 
 
 class View(NamedTuple):
@@ -65,6 +65,20 @@ def view_of(tensor: torch.Tensor) -> View:
     return View(stored_dtype(tensor), itemsize, low * itemsize, high * itemsize)
 
 
+class Guarded(NamedTuple):
+    """A tensor that was found finite and is all of a record.
+
+    Attributes:
+        name: What the guard calls it.
+        shape: Its shape, when its elements lie in the order of their indices; else their number.
+        dtype: Its dtype, also where the file calls its elements bytes.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class Span:
     """One record to be: the bytes of a storage that all tensors of one type in it need.
 
@@ -75,9 +89,10 @@ class Span:
         high: One past the last byte.
         views: The tensors.
         key: The name of the record, once it is referred to.
+        guarded: The tensor that the record is all of, when it has to be finite.
     """
 
-    __slots__ = ("_unit", "dtype", "high", "key", "low", "storage", "views")
+    __slots__ = ("_unit", "dtype", "guarded", "high", "key", "low", "storage", "views")
 
     def __init__(self, storage: torch.UntypedStorage, dtype: torch.dtype | None) -> None:
         self.storage = storage
@@ -85,6 +100,7 @@ class Span:
         self.low = self.high = 0
         self.views: list[View] = []
         self.key: str | None = None
+        self.guarded: Guarded | None = None
         self._unit = 1
 
     @property

@@ -1,4 +1,4 @@
-"""Which tensors can be saved and read back."""
+"""Find the tensors that could not be read back."""
 
 from __future__ import annotations
 

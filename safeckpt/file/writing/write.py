@@ -25,11 +25,14 @@ from safeckpt.file.pickle_scan import PickleError, UntrustedGlobalError, scan_pi
 from safeckpt.file.trailer import TRAILER_BYTES, Trailer
 from safeckpt.file.writing.pickling import pickle_payload
 from safeckpt.file.writing.readback import check_written
+from safeckpt.file.writing.second_look import SecondLook
 from safeckpt.file.writing.snapshots import SMALL_BYTES, Snapshots, snapshot
 from safeckpt.file.writing.spans import StorageTypeConflictError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
+
+    import torch
 
     from safeckpt.file.archive import Buffer, Entry
     from safeckpt.file.writing.pickling import Pickled
@@ -51,7 +54,7 @@ class Writable(Protocol):
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """What was written.
+    """The size and digest of a file that was written.
 
     Attributes:
         size_bytes: Length of the file, trailer included.
@@ -100,6 +103,8 @@ class PreparedFile:
 
         Raises:
             OSError: From ``f``, as it is; what was written so far is not a whole file.
+            NonFiniteError: A tensor that was finite when the save began holds NaN or Inf by now; what was written so
+                far is not a whole file.
 
         Cost:
             One pass over the data and its bytes written once, through a few buffers of a megabyte that stay in the
@@ -125,7 +130,12 @@ class PreparedFile:
 
 
 def prepare(
-    payload: object, *, header: Mapping[str, Any] | None = None, pickle_protocol: int = 2, trailer: bool = True
+    payload: object,
+    *,
+    header: Mapping[str, Any] | None = None,
+    pickle_protocol: int = 2,
+    trailer: bool = True,
+    finite: Iterable[tuple[str, torch.Tensor]] = (),
 ) -> PreparedFile:
     """Pickle a payload and lay the file out; nothing is written.
 
@@ -136,13 +146,15 @@ def prepare(
         header: JSON values to be found without unpickling, see :meth:`CheckpointFile.header`.
         pickle_protocol: 2, or 3.
         trailer: Whether it proves itself; a part of another file, see :func:`write_joined`, has none.
+        finite: Names and tensors of this very payload that the guard has found finite. They are looked at once more
+            in what is written, since something else may write to them meanwhile.
 
     Raises:
         UnsavableStateError: A load would refuse it: the payload did not come from ``encode``.
     """
     try:
         with no_collection():
-            pickled = pickle_payload(payload, pickle_protocol)
+            pickled = pickle_payload(payload, pickle_protocol, finite)
     except StorageTypeConflictError as error:
         raise UnsavableStateError(location="payload", type_name="torch.Tensor", reason=str(error)) from None
     if not pickled.plain:
@@ -221,14 +233,20 @@ class _Writer:
 
     def archive(self, entries: Sequence[Entry], contents: Sequence[Content], *, comment_bytes: int) -> int:
         """Write the records, the last of which is the serialization id, and the tables; return where they begin."""
+        self._small += bytes(-(self._digest.size_bytes + len(self._small)) % ALIGNMENT_BYTES)
         start = self._digest.size_bytes + len(self._small)
         records = list(zip(entries, contents, strict=False))
         snapshots = Snapshots(self._pool, records, start)
+        second_look = SecondLook()
         for entry, content in records:
             if entry.size < SMALL_BYTES:
-                self._small_record(entry, snapshot(content))
+                data = snapshot(content)
+                if not isinstance(content, bytes):
+                    second_look.add(content, data)
+                self._small_record(entry, data)
             else:
                 self._large_record(entry, snapshots)
+        second_look.finish()
         self._small_record(entries[-1], _serialization_id(entries))
         directory = archive.central_directory(entries)
         directory_offset = self._digest.size_bytes + len(self._small) - start
