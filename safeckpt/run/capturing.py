@@ -23,6 +23,7 @@ from safeckpt.state import (
     Guard,
     GuardResult,
     HiddenState,
+    StrayOptimizers,
     capture,
     refuse_unreduced,
 )
@@ -73,6 +74,7 @@ class Capturer:
         self._grads = grads
         self._baseline = Baseline(run.components)
         self._hidden = HiddenState(run.components)
+        self._stray = StrayOptimizers(run.components)
         self._gradients = Gradients(run.components)
         components = run.components.items()
         self._loaders = [component.obj for _, component in components if hasattr(component.obj, "expect_end_step")]
@@ -102,7 +104,7 @@ class Capturer:
         verdict.bad.extend(self._gradients.check(gradients, self._guard))
         if loss.nonfinite is not None or verdict.bad:
             raise self._refusal(step, loss, verdict)
-        for line in self._hidden.changed():
+        for line in (*self._stray.found(), *self._hidden.changed()):
             warn_caller(f"Not captured: {line}.", UncapturedStateWarning)
         sharded = is_sharded(snapshot.payload)
         shards: ShardTensors = {}
@@ -171,6 +173,7 @@ class Capturer:
     def close(self) -> None:
         """Let go of the optimizers that are watched."""
         self._gradients.close()
+        self._stray.close()
 
     def end_loader_step(self, step: int) -> None:
         """Let the loaders know that a step has ended: the batches handed out until now belong to it."""

@@ -10,6 +10,7 @@ from safeckpt.state.loss import Loss
 from safeckpt.state.registry import register, uncaptured
 from safeckpt.state.snapshot import RESERVED_KEY, Plan, Snapshot, capture, plan
 from safeckpt.state.staging import Staging
+from safeckpt.state.stray import StrayOptimizers
 from safeckpt.state.tree import copy_tree, to_cpu
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Plan",
     "Snapshot",
     "Staging",
+    "StrayOptimizers",
     "capture",
     "check_gradients",
     "copy_tree",

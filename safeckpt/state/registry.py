@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 from safeckpt.errors import listed
@@ -23,7 +22,7 @@ from safeckpt.state.random_streams import GeneratorComponent, RngStreams
 from safeckpt.state.scheduler import SchedulerComponent
 from safeckpt.state.stateful import CountersComponent, LoaderComponent, ScalerComponent, StatefulComponent
 
-__all__ = ["RESERVED_NAMES", "register", "uncaptured"]
+__all__ = ["RESERVED_NAMES", "inner_parts", "register", "uncaptured"]
 
 RESERVED_NAMES = ("safeckpt", "rng")  # the library's own key in the file, and the process's streams in `only=`
 
@@ -50,7 +49,7 @@ def register(components: Mapping[str, Any]) -> dict[str, Component]:
         raise ValueError("components is empty: there would be nothing to save. Give at least {'model': model}.")
     _check_names(components)
     registered: dict[str, Component] = {}
-    driven = {id(inner) for obj in components.values() if not isinstance(obj, Optimizer) for inner in _inner(obj)}
+    driven = {id(inner) for obj in components.values() if not isinstance(obj, Optimizer) for inner in inner_parts(obj)}
 
     def names() -> dict[int, list[str]]:
         found: dict[int, list[str]] = {}
@@ -165,7 +164,7 @@ def _refuse_hidden_components(name: str, obj: Any) -> None:
             )
 
 
-def _inner(obj: Any) -> Iterator[Optimizer | LRScheduler]:
+def inner_parts(obj: Any) -> Iterator[Optimizer | LRScheduler]:
     """Yield the optimizers and schedulers that an object holds, in its attributes or in lists and dicts there."""
     seen = {id(obj)}
     stack = [obj]
@@ -183,20 +182,16 @@ def _inner(obj: Any) -> Iterator[Optimizer | LRScheduler]:
 def uncaptured(components: Mapping[str, Any]) -> list[str]:
     """Return what training visibly depends on and `components` leaves out, one sentence each.
 
-    Every one of these is a resume that is silently another run: parameters that are trained by an optimizer
-    nobody registered, a schedule that starts over, moments of parameters that are saved nowhere.
+    Every one of these is a resume that is silently another run: a schedule that starts over, moments of parameters
+    that are saved nowhere. Optimizers that are not registered are found when they step, see `StrayOptimizers`.
     """
     registered = register(components)
     optimizers = {name: obj for name, obj in components.items() if isinstance(obj, Optimizer)}
-    # Those inside another object, such as a wrapper for mixed precision, are in the hands of its state_dict.
-    others = (obj for obj in components.values() if not isinstance(obj, nn.Module))
-    known = [*optimizers.values(), *(one for obj in others for one in _inner(obj))]
-    held = {id(p) for one in known if isinstance(one, Optimizer) for group in one.param_groups for p in group["params"]}
     owned = {id(p) for component in registered.values() for p in component.parameter_names().values()}
     found: list[str] = []
     for component in registered.values():
         if isinstance(component, ModuleComponent):
-            found += _uncaptured_of_module(component, held)
+            found += _uncaptured_of_module(component)
     for name, optimizer in optimizers.items():
         strangers = [
             f"group {index} position {position} {list(p.size())}"
@@ -209,8 +204,8 @@ def uncaptured(components: Mapping[str, Any]) -> list[str]:
     return [*found, *_uncaptured_inner(components), *_unregistered_schedulers(components, optimizers)]
 
 
-def _uncaptured_of_module(module: ModuleComponent, held: set[int]) -> Iterator[str]:
-    trainable = {name: id(p) for name, p in module.parameter_names().items() if p.requires_grad}
+def _uncaptured_of_module(module: ModuleComponent) -> Iterator[str]:
+    trainable = [name for name, p in module.parameter_names().items() if p.requires_grad]
     with RngStreams.untouched():
         saved = {f"{module.name}.{key}" for key in module.capture().state}
     left_out = [name for name in trainable if name not in saved]
@@ -223,9 +218,6 @@ def _uncaptured_of_module(module: ModuleComponent, held: set[int]) -> Iterator[s
                 f"{module.name}: the {class_name(state)} of its communication hook, such as the error feedback of "
                 "PowerSGD; the first steps after a resume differ"
             )
-    loose = [name for name, one in trainable.items() if one not in held]
-    if loose and not isinstance(module.obj, AveragedModel):  # that is moved by update_parameters()
-        yield f"{module.name}: no registered optimizer holds {listed(loose)} (trainable: requires_grad is True)"
 
 
 def _uncaptured_inner(components: Mapping[str, Any]) -> Iterator[str]:
@@ -233,7 +225,7 @@ def _uncaptured_inner(components: Mapping[str, Any]) -> Iterator[str]:
     registered = {id(obj) for obj in components.values()}
     for name, obj in components.items():
         if isinstance(obj, Optimizer) and type(obj).state_dict is Optimizer.state_dict:
-            for inner in _inner(obj):
+            for inner in inner_parts(obj):
                 if isinstance(inner, Optimizer) and id(inner) not in registered and inner.state is not obj.state:
                     yield (
                         f"{name}: it holds a {class_name(inner)} whose state is not in its state_dict; register that "
@@ -242,7 +234,7 @@ def _uncaptured_inner(components: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _unregistered_schedulers(components: Mapping[str, Any], optimizers: Mapping[str, Optimizer]) -> Iterator[str]:
-    inside = {name: list(_inner(obj)) for name, obj in components.items()}
+    inside = {name: list(inner_parts(obj)) for name, obj in components.items()}
     driven = {id(one) for name, found in inside.items() if name not in optimizers for one in found}
     for name, optimizer in optimizers.items():
         # torch wraps `step` when a scheduler attaches itself

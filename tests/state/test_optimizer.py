@@ -260,7 +260,6 @@ def test_parameter_replaced_by_another_is_not_mistaken_for_it():
     assert slots[0][0]["name"] == "group 0 position 0"
 
 
-@pytest.mark.filterwarnings("ignore:Not captured. model. no registered optimizer holds")
 def test_parameters_added_while_training_are_found_when_the_script_adds_them_too(memory_path):
     """A group added half-way is part of the state; a script without it is refused by name."""
 
