@@ -110,6 +110,12 @@ def test_only_file_calls_torch_save_and_load(path):
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_only_one_module_issues_warnings(path):
+    """Every warning goes through `warn_caller`, which finds the caller's line from any depth."""
+    assert "warnings.warn" not in set(attribute_calls(path, {"warnings"})) or path == PACKAGE / "system" / "warn.py"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_nothing_is_caught_wholesale(path):
     """There is no bare except and no except Exception."""
     for node in ast.walk(ast.parse(path.read_text())):

@@ -6,7 +6,6 @@ Each worker's dataset gets its state back, or draws as many batches as before an
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Container, Iterator
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from safeckpt.loader.inputs import describe_dataloader, rank_of
 from safeckpt.loader.source import BATCHES, Snapshot, logger, seed_for
 from safeckpt.loader.tasks import Plan, start
 from safeckpt.state.component import class_name
+from safeckpt.system.warn import warn_caller
 
 __all__ = ["IterableSource"]
 
@@ -154,13 +154,12 @@ class IterableSource:
 
     def warn_of_other_samples(self, count: int) -> None:
         """Warn that what was drawn again is not what the run had drawn before."""
-        warnings.warn(
+        warn_caller(
             f"the first {count} batches of a worker's stream were drawn again to reach the saved position, and they "
             f"are not the ones that were drawn before it was saved: {class_name(self._fetch.dataset)} gives other "
             "samples each time. The run goes on with samples that it may have seen already. Give the dataset "
             "state_dict and load_state_dict, or let it derive its order from the random streams and set_epoch alone.",
             UncapturedStateWarning,
-            stacklevel=5,
         )
 
     def place(self) -> _Place:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -25,6 +24,7 @@ from safeckpt.loader.private_generators import find_generators
 from safeckpt.loader.streams import PrivateStreams
 from safeckpt.state.component import Captured
 from safeckpt.state.random_streams import GeneratorComponent
+from safeckpt.system.warn import warn_caller
 
 __all__ = ["EpochOrder", "sampler_chain"]
 
@@ -193,10 +193,9 @@ class EpochOrder:
         self._values.capture()
         if self._values.unsaved:
             self._warned = True
-            warnings.warn(
+            warn_caller(
                 f"how far {', '.join(self._values.unsaved)} has got cannot be saved: if the order depends on it, a "
                 "resumed run sees another order. Give the sampler state_dict and load_state_dict, or derive the order "
                 "from set_epoch(epoch).",
                 UncapturedStateWarning,
-                stacklevel=2,
             )

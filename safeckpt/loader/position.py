@@ -6,7 +6,6 @@ A batch is behind when its step has ended (`end_step`); as long as nobody speaks
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from safeckpt.errors import UncapturedStateWarning
 from safeckpt.loader.history import History
 from safeckpt.loader.passes import Iteration, Mark, Pass
 from safeckpt.loader.source import Snapshot, Source
+from safeckpt.system.warn import warn_caller
 
 __all__ = ["Position"]
 
@@ -374,13 +374,12 @@ class Position:
             )
         self._idle_steps += 1
         if self._idle_steps == _STEPS_WITHOUT_A_BATCH:
-            warnings.warn(
+            warn_caller(
                 f"{self._idle_steps} steps have ended since {self._name} handed out a batch: its position stands "
                 "still, and a resumed run goes on from there. Iterate the ResumableLoader itself, not the DataLoader "
                 "inside it, and not itertools.cycle(loader), which repeats batches that it keeps: write "
                 "for epoch in loader.epochs(n).",
                 UncapturedStateWarning,
-                stacklevel=6,
             )
 
     def _look_for_prefetcher(self, progress: Pass) -> None:

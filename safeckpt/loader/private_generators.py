@@ -11,7 +11,6 @@ import contextlib
 import functools
 import random
 import types
-import warnings
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +21,7 @@ import torch
 from safeckpt.errors import UncapturedStateWarning
 from safeckpt.loader.streams import mix
 from safeckpt.state.random_streams import GeneratorComponent
+from safeckpt.system.warn import warn_caller
 
 __all__ = ["attributes_of", "find_generators", "reseed", "warn_of_unreachable"]
 
@@ -102,12 +102,11 @@ def warn_of_unreachable(roots: dict[str, Any]) -> None:
     """Warn when there is more below `roots` than is looked through, so that a generator in there is not seeded."""
     _, unread = _search(roots, ())
     if unread is not None:
-        warnings.warn(
+        warn_caller(
             f"{unread} and what comes after it is not looked through for random generators: there is too much of it. "
             "If one of them draws for a sample, a resumed run draws other numbers. Draw from torch's, NumPy's or "
             "Python's global stream in __getitem__, or keep the generator in an attribute of the dataset itself.",
             UncapturedStateWarning,
-            stacklevel=5,
         )
 
 

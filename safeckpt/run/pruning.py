@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime as dt
 import functools
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from safeckpt.store import (
     asides_to_prune,
     to_prune,
 )
+from safeckpt.system.warn import warn_caller
 
 __all__ = ["Pruning"]
 
@@ -81,7 +81,7 @@ class Pruning:
             return self._prune()
         except OSError as error:  # the save has succeeded, and an error would say that it has not
             text = f"Nothing more was deleted in {self._files.path}: {error}. It is tried again at the next save."
-            warnings.warn(text, SafeckptWarning, stacklevel=4)
+            warn_caller(text, SafeckptWarning)
             return []
 
     def unread(self, saving: int) -> list[int]:

@@ -13,7 +13,7 @@ from safeckpt.errors import DirectoryInUseError, DirectoryLockedError, Directory
 from safeckpt.run.catalog import Catalog, Checkpoint
 from safeckpt.run.membership import Membership
 from safeckpt.run.timeline import Timeline
-from safeckpt.store import CheckpointDirectory, EventLog, WriterLock
+from safeckpt.store import CheckpointDirectory, WriterLock
 
 __all__ = ["RunDirectory"]
 
@@ -44,7 +44,6 @@ class RunDirectory:
         self.catalog = Catalog(files)
         self._timeline = timeline
         self._membership = membership
-        self._events = EventLog(files.path / "events.jsonl")
         self._shared_by: Group | None = None  # the ranks that are known to see one directory
 
     @property
@@ -102,7 +101,7 @@ class RunDirectory:
             return
         is_own = self._timeline.saved_step is not None or not self.unknown_steps()
         if is_own and os.access(self.path, os.W_OK):
-            self._events.append(kind, step=step, **data)
+            self.files.events.append(kind, step=step, **data)
 
     def add_saved_event(self, checkpoint: Checkpoint) -> None:
         """Append that a checkpoint was saved."""

@@ -9,12 +9,12 @@ import os
 import shutil
 import stat
 import sys
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, cast
 
 from safeckpt.errors import DurabilityUnknownError, SafeckptWarning
 from safeckpt.store import deferred, disk, names
+from safeckpt.system.warn import warn_caller
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -99,10 +99,9 @@ def commit(
         except OSError as error:
             raise DurabilityUnknownError(path=target, number=error.errno, reason=str(error), step=step) from error
     if not durable:
-        warnings.warn(
+        warn_caller(
             f"The file system of {target.parent} cannot sync directories: a power loss may take the newest files.",
             SafeckptWarning,
-            stacklevel=2,
         )
     return result
 

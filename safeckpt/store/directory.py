@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TypeVar
 
@@ -14,6 +13,7 @@ from safeckpt.store import deferred, disk, names
 from safeckpt.store.commit import commit, write_new
 from safeckpt.store.events import EventLog
 from safeckpt.store.losses import LossLog
+from safeckpt.system.warn import warn_caller
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -323,4 +323,4 @@ class CheckpointDirectory:
 
 
 def _warn(text: str) -> None:
-    warnings.warn(text, SafeckptWarning, stacklevel=4)
+    warn_caller(text, SafeckptWarning)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import datetime as dt
 import json
 import math
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from safeckpt.errors import SafeckptWarning
 from safeckpt.store import disk
+from safeckpt.system.warn import warn_caller
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,7 +53,7 @@ class EventLog:
         try:
             disk.append(self.path, line)
         except OSError as error:
-            warnings.warn(f"The event {kind!r} is not in {self.path}: {error}.", SafeckptWarning, stacklevel=2)
+            warn_caller(f"The event {kind!r} is not in {self.path}: {error}.", SafeckptWarning)
             return False
         return True
 

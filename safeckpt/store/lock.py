@@ -10,7 +10,6 @@ import platform
 import stat
 import sys
 import time
-import warnings
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING
 from safeckpt.errors import DirectoryLockedError, SafeckptWarning
 from safeckpt.store import disk, holder, names
 from safeckpt.system.arguments import checked_number
+from safeckpt.system.warn import warn_caller
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -244,12 +244,11 @@ class WriterLock:
                 break
         self._stand_in = record
         self.check()  # when two writers replaced the record of a dead one, the later one holds the directory
-        warnings.warn(
+        warn_caller(
             f"The file system of {self.directory} has no file locks ({error.strerror}). {names.HOLDER} stands in for "
             "the lock: a second writer is refused, or noticed at the next save. A process that is killed leaves this "
             "file; on another host it has to be deleted by hand before the next run.",
             SafeckptWarning,
-            stacklevel=4,
         )
 
     def _replace_holder(self, record: holder.Holder) -> None:

@@ -11,13 +11,13 @@ one step the later one counts. Nothing here decides which checkpoint is good.
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, BinaryIO
 from zlib import crc32
 
 from safeckpt.errors import SafeckptWarning
 from safeckpt.store import disk
 from safeckpt.store.commit import commit
+from safeckpt.system.warn import warn_caller
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -65,8 +65,9 @@ class LossLog:
             self._size_bytes += len(lines)
         except OSError as error:
             self.close()
-            warnings.warn(
-                f"The record of losses {self.path} cannot be written: {error}.", SafeckptWarning, stacklevel=3
+            warn_caller(
+                f"The record of losses {self.path} cannot be written: {error}.",
+                SafeckptWarning,
             )
             return False
         return True
@@ -113,7 +114,7 @@ class LossLog:
         try:
             return self._read(after)
         except OSError as error:
-            warnings.warn(f"The record of losses {self.path} cannot be read: {error}.", SafeckptWarning, stacklevel=3)
+            warn_caller(f"The record of losses {self.path} cannot be read: {error}.", SafeckptWarning)
             return {}
 
     def _read(self, after: int) -> dict[int, str]:
