@@ -452,16 +452,25 @@ class ComponentMismatchError(RestoreError, ValueError):
     Attributes:
         missing: Names that the manager has (or was asked for) and the file lacks.
         unexpected: Names in the file that the manager lacks.
+        available: All names in the file.
     """
 
-    def __init__(self, *, missing: Sequence[str] = (), unexpected: Sequence[str] = (), path: object = None) -> None:
+    def __init__(
+        self,
+        *,
+        missing: Sequence[str] = (),
+        unexpected: Sequence[str] = (),
+        available: Sequence[str] = (),
+        path: object = None,
+    ) -> None:
         parts = []
         if missing:
             parts.append(f"not in the checkpoint: {', '.join(missing)}")
         if unexpected:
             parts.append(f"only in the checkpoint: {', '.join(unexpected)}")
+        there = f" It holds {', '.join(available)}." if available else ""
         super().__init__(
-            f"The components do not match {path or 'the checkpoint'}: {'; '.join(parts)}.",
+            f"The components do not match {path or 'the checkpoint'}: {'; '.join(parts)}.{there}",
             "no object was changed.",
             "give the manager the components of the run that saved, or restore some of them by name: "
             "restore(only=(...,)).",
@@ -469,6 +478,7 @@ class ComponentMismatchError(RestoreError, ValueError):
         )
         self.missing = tuple(missing)
         self.unexpected = tuple(unexpected)
+        self.available = tuple(available)
 
 
 class StateMismatchError(RestoreError, ValueError):

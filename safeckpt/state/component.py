@@ -112,6 +112,10 @@ class Component:
         """Return the hyper-parameters in which file and script disagree: `name: live value -> saved value`."""
         return []
 
+    def hyperparameters(self, captured: Captured) -> Collection[str]:
+        """Return the names that `keep` takes; none for most kinds."""
+        return ()
+
     def keep(self, captured: Captured, hyperparameters: Collection[str]) -> Captured:
         """Return `captured` with the live values of these hyper-parameters.
 

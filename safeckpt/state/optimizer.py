@@ -213,6 +213,11 @@ class OptimizerComponent(Component):
             groups[source] = {**groups[source], "lr": copy_tree(rate)}
         return Captured({**captured.state, "param_groups": groups}, captured.record, captured.transfer)
 
+    def hyperparameters(self, captured: Captured) -> Collection[str]:
+        """Return the options of the live groups; none where a `state_dict` has a form of its own."""
+        live = dict.fromkeys(key for group in self.obj.param_groups for key in _options(group))
+        return list(live) if _is_usual(captured) else ()
+
     def keep(self, captured: Captured, hyperparameters: Collection[str]) -> Captured:
         """Return `captured` with the live values of these options, in every group that has them."""
         if not hyperparameters:

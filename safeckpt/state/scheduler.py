@@ -81,6 +81,10 @@ class SchedulerComponent(Component):
         live, saved = (plain(_options(self.obj, state)) for state in (self.obj.state_dict(), captured.state))
         return [f"{self.name}.{key}: {change}" for key, change in overruled(live, saved, captured.record["first"])]
 
+    def hyperparameters(self, captured: Captured) -> Collection[str]:
+        """Return the constructor arguments, of composed schedulers too."""
+        return list(_options(self.obj, self.obj.state_dict()))
+
     def keep(self, captured: Captured, hyperparameters: Collection[str]) -> Captured:
         """Return `captured` with the live values of these constructor arguments and what follows from them."""
         live = self.obj.state_dict()

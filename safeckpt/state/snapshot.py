@@ -275,10 +275,11 @@ def _wanted(
     if only is not None and not only:
         raise ValueError("only is empty, so nothing would be restored; name the components, or leave it out for all")
     wanted = list(components) if only is None else [name for name in dict.fromkeys(only) if name != _RNG]
-    missing = [name for name in wanted if (name not in saved and name not in fresh) or name not in components]
-    unexpected = [name for name in saved if name not in components] if only is None else []
+    missing = [name for name in wanted if name not in saved and name not in fresh]
+    unexpected = [name for name in (saved if only is None else wanted) if name not in components and name in saved]
     if missing or unexpected:
-        raise ComponentMismatchError(missing=missing, unexpected=unexpected, path=path)
+        available = list(saved) if only is None else [*saved, _RNG]
+        raise ComponentMismatchError(missing=missing, unexpected=unexpected, available=available, path=path)
     return wanted
 
 
@@ -381,7 +382,10 @@ def _keep_live(parts: list[tuple[Component, Captured]], keep_live: Collection[st
         try:
             kept.append((component, component.keep(captured, by_component.get(component.name, ()))))
         except KeyError as error:
-            raise ValueError(f"keep_live: {component.name} has no hyper-parameter {error.args[0]!r}") from None
+            there = ", ".join(component.hyperparameters(captured)) or "none"
+            raise ValueError(
+                f"keep_live: {component.name} has no hyper-parameter {error.args[0]!r}; it has: {there}"
+            ) from None
     return _follow_schedules(kept)
 
 

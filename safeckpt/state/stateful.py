@@ -83,6 +83,10 @@ class ScalerComponent(StatefulComponent):
         live, saved = _scaler_options(self.obj.state_dict()), _scaler_options(captured.state)
         return [f"{self.name}.{key}: {change}" for key, change in overruled(live, saved, captured.record["first"])]
 
+    def hyperparameters(self, captured: Captured) -> Collection[str]:
+        """Return how the scale grows and shrinks."""
+        return list(_scaler_options(self.obj.state_dict()))
+
     def keep(self, captured: Captured, hyperparameters: Collection[str]) -> Captured:
         """Return `captured` with the live values of these options."""
         live = _scaler_options(self.obj.state_dict())

@@ -614,7 +614,19 @@ def test_only_with_an_unknown_name_is_refused(tmp_path: Path, only: tuple[str, .
     with manager_of(tmp_path, run) as manager, pytest.raises(safeckpt.ComponentMismatchError) as caught:
         manager.restore(only=only)
     assert set(caught.value.missing) == set(only) - {"model"}
+    assert caught.value.available == ("model", "counters", "rng")
+    assert "It holds model, counters, rng." in str(caught.value)
     assert run.step == 0
+
+
+def test_only_with_a_name_that_the_manager_lacks_is_refused(tmp_path: Path) -> None:
+    """A component that only the checkpoint has cannot be restored, and the error says on which side it is."""
+    save_steps(tmp_path, 1)
+    run = Marked()
+    del run.components["counters"]
+    with manager_of(tmp_path, run) as manager, pytest.raises(safeckpt.ComponentMismatchError) as caught:
+        manager.restore(only=("counters",))
+    assert (caught.value.missing, caught.value.unexpected) == ((), ("counters",))
 
 
 @pytest.mark.parametrize("argument", ["only", "keep_live"])
@@ -683,16 +695,25 @@ def test_replaced_hyperparameter_is_a_warning_that_names_it(tmp_path: Path) -> N
     assert [len(lines) for lines in replaced] == [1, 0]
 
 
-@pytest.mark.parametrize("name", ["optimizer.nonsense", "nobody.lr", "optimizer"])
-def test_keep_live_that_names_no_hyperparameter_is_refused(tmp_path: Path, name: str) -> None:
-    """A name in `keep_live` that is no hyper-parameter is a ValueError, and nothing is restored."""
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("optimizer.nonsense", "it has: lr, betas, eps, weight_decay"),
+        ("scheduler.nonsense", "it has: .*total_steps"),
+        ("model.lr", "'lr'; it has: none"),
+        ("nobody.lr", "there are model, optimizer, scheduler, counters"),
+        ("optimizer", "such as 'optimizer.weight_decay'"),
+    ],
+)
+def test_keep_live_that_names_no_hyperparameter_is_refused(tmp_path: Path, name: str, text: str) -> None:
+    """A name in `keep_live` that is no hyper-parameter is a ValueError with those there are; nothing is restored."""
     run = Run()
     with manager_of(tmp_path, run) as manager:
         run.steps(1)
         manager.save(1)
     fresh = Run()
     before = fresh.state
-    with manager_of(tmp_path, fresh) as manager, pytest.raises(ValueError, match="keep_live"):
+    with manager_of(tmp_path, fresh) as manager, pytest.raises(ValueError, match=f"keep_live.*{text}"):
         manager.restore(keep_live=(name,))
     assert fresh.state == before
 

@@ -67,7 +67,7 @@ def test_growth_of_a_scaler_that_the_file_overrules_is_reported_and_can_be_kept(
     assert give(payload, live, keep_live=["scaler.growth_factor"]).replaced == []
     assert live["scaler"].get_growth_factor() == 4.0
     assert live["scaler"].get_scale() == components["scaler"].get_scale()
-    with pytest.raises(ValueError, match="has no hyper-parameter 'scale'"):
+    with pytest.raises(ValueError, match="has no hyper-parameter 'scale'; it has: growth_factor, backoff"):
         plan(register(live), payload, keep_live=["scaler.scale"])
 
 
