@@ -29,7 +29,12 @@ if TYPE_CHECKING:
 _MOST_SECONDS = 120
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload([__name__, "pytest", "sklearn.datasets"])
+# What most children import sooner or later: each would take its seconds for it.
+_PRELOADED = (
+    __name__, "pytest", "sklearn.datasets", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp",
+    "torch.profiler", "filelock", "safeckpt.manager", "safeckpt.functional", "safeckpt.loader", "tests.training",
+)  # fmt: skip
+_context.set_forkserver_preload([*_PRELOADED])
 
 
 @contextlib.contextmanager

@@ -592,8 +592,8 @@ def _restore(path: Path, kind: str) -> Any:
     ("saved", "restored"),
     [
         (("ddp", 2), ("fsdp", 2)),
-        (("fsdp", 2), ("fsdp", 3)),
-        (("fsdp", 2), ("ddp", 3)),
+        pytest.param(("fsdp", 2), ("fsdp", 3), marks=pytest.mark.slow),
+        pytest.param(("fsdp", 2), ("ddp", 3), marks=pytest.mark.slow),
         pytest.param(("ddp", 2), ("fsdp", 3), marks=pytest.mark.campaign),
         pytest.param(("none", 1), ("fsdp", 1), marks=pytest.mark.campaign),
         pytest.param(("none", 1), ("hsdp", 4), marks=pytest.mark.campaign),
@@ -627,6 +627,7 @@ def _no_sync(path: Path, saves: bool) -> Any:
         return outcome(lambda: one.save(1)), None
 
 
+@pytest.mark.slow
 def test_gradients_of_each_rank_are_for_that_number_of_ranks(tmp_path: Path) -> None:
     """Of an accumulation under no_sync nothing exact can be made for other ranks: refused, and nothing changed."""
     groups.results(2, _no_sync, tmp_path, True)

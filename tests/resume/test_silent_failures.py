@@ -57,7 +57,7 @@ def test_whole_state_resumes_equal_as_a_list_in_one_process(tmp_path, steps):
     assert resume(tmp_path, steps - half) == expected[half:]
 
 
-@pytest.mark.parametrize("steps", [20, 200])
+@pytest.mark.parametrize("steps", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_whole_state_resumes_equal_as_a_list_across_processes(tmp_path, steps):
     """The same when the run that saves and the run that resumes are two processes, and the straight one a third."""
     half = steps // 2
