@@ -214,7 +214,7 @@ def test_copies_that_differ_at_the_first_save_are_an_error(seen: list[dict[str, 
     """Nothing is lost yet, and what was never equal is no copy."""
     for found, ignored in groups.of(seen, "copies_never_equal"):
         assert found["error"] == "ReplicaDriftError"
-        assert "wrap each rank's part" in found["text"]
+        assert "If each rank holds a different part" in found["text"]
         assert ignored["error"] is None
 
 
@@ -688,7 +688,7 @@ def test_group_that_was_destroyed_is_told(tmp_path: Path) -> None:
     """What to call first is in the message; a group that is made again is used."""
     for gone, fresh, closed in groups.results(2, _destroyed, tmp_path):
         assert gone["error"] == "GroupDestroyedError"
-        assert "before torch.distributed.destroy_process_group()" in gone["text"]
+        assert "before you call torch.distributed.destroy_process_group()" in gone["text"]
         assert fresh["error"] is None
         assert closed["error"] is None
 

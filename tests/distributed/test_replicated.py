@@ -21,7 +21,7 @@ def _straight(path: Path, kind: Kind, stop: int) -> Any:
 
 def _first_half(path: Path, kind: Kind, stop: int, options: dict[str, Any]) -> Any:
     run = Run(kind)
-    with manager_of(run, path / "run", save_every=4, **options) as manager:
+    with manager_of(run, path / "run", save_every=4, save_on_exit=False, **options) as manager:  # as a kill would
         assert manager.restore() is None
         losses = run.train(manager, stop)
     return losses, run.full_state()
