@@ -100,7 +100,7 @@ class Entry:
 
 def _wide_extra(entry: Entry, stored: int) -> bytes:
     """Return the 64-bit fields; the stored size is not yet known to torch's writer in the local header."""
-    if not entry.wide:
+    if entry.size < LIMIT32 and entry.header_offset < LIMIT32:
         return b""
     fields = []
     if entry.size >= LIMIT32:

@@ -73,6 +73,9 @@ class _Tensor:
         pass
 
 
+_TENSOR = _Tensor()
+
+
 class _SizeReader(pickle.Unpickler):
     """Goes through a pickle of our own making and builds its plain values, but no storage and no tensor."""
 
@@ -107,4 +110,4 @@ class _SizeReader(pickle.Unpickler):
             last = offset + sum((extent - 1) * step for extent, step in zip(size, stride, strict=True))
             if (last + 1) * itemsize > nbytes:
                 raise _unreadable(f"a tensor needs {(last + 1) * itemsize} bytes of data/{key}, which has {nbytes}")
-        return _Tensor()
+        return _TENSOR

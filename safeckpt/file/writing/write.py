@@ -126,7 +126,8 @@ class PreparedFile:
             About 5 us for a tensor; the data of tensors is not read.
         """
         records = list(zip(self._entries, self._contents, strict=False))
-        check_written(f, self.size_bytes, records, is_plain=self._is_plain)
+        with no_collection():
+            check_written(f, self.size_bytes, records, is_plain=self._is_plain)
 
 
 def prepare(
@@ -152,20 +153,20 @@ def prepare(
     Raises:
         UnsavableStateError: A load would refuse it: the payload did not come from ``encode``.
     """
-    try:
-        with no_collection():
+    with no_collection():
+        try:
             pickled = pickle_payload(payload, pickle_protocol, finite)
-    except StorageTypeConflictError as error:
-        raise UnsavableStateError(location="payload", type_name="torch.Tensor", reason=str(error)) from None
-    if not pickled.plain:
-        _check_readable(pickled)
-    contents: list[Content] = [] if header is None else [header_bytes(header)]
-    byteorder = sys.byteorder.encode("ascii")
-    contents += [pickled.data, b"1", b"%d" % ALIGNMENT_BYTES, byteorder, *pickled.spans, b"3\n"]
-    names = archive.record_names(len(pickled.spans), header=header is not None)
-    entries, directory_offset = archive.layout(list(zip(names, [*map(_size_of, contents), _ID_BYTES], strict=True)))
-    size_bytes = directory_offset + archive.tables_bytes(entries) + (TRAILER_BYTES if trailer else 0)
-    return PreparedFile(size_bytes, entries, contents, pickled.plain)
+        except StorageTypeConflictError as error:
+            raise UnsavableStateError(location="payload", type_name="torch.Tensor", reason=str(error)) from None
+        if not pickled.plain:
+            _check_readable(pickled)
+        contents: list[Content] = [] if header is None else [header_bytes(header)]
+        byteorder = sys.byteorder.encode("ascii")
+        contents += [pickled.data, b"1", b"%d" % ALIGNMENT_BYTES, byteorder, *pickled.spans, b"3\n"]
+        names = archive.record_names(len(pickled.spans), header=header is not None)
+        entries, directory_offset = archive.layout(list(zip(names, [*map(_size_of, contents), _ID_BYTES], strict=True)))
+        size_bytes = directory_offset + archive.tables_bytes(entries) + (TRAILER_BYTES if trailer else 0)
+        return PreparedFile(size_bytes, entries, contents, pickled.plain)
 
 
 def write_joined(parts: Sequence[PreparedFile], f: Writable) -> tuple[list[int], WrittenFile]:
