@@ -104,7 +104,7 @@ class Capturer:
         verdict.bad.extend(self._gradients.check(gradients, self._guard))
         if loss.nonfinite is not None or verdict.bad:
             raise self._refusal(step, loss, verdict)
-        for line in (*self._stray.found(), *self._hidden.changed()):
+        for line in (*self._stray.found(), *self._hidden.changed(snapshot.parts)):
             warn_caller(f"Not captured: {line}.", UncapturedStateWarning)
         sharded = is_sharded(snapshot.payload)
         shards: ShardTensors = {}

@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from safeckpt.state.component import Component, class_name
+from safeckpt.state.component import Captured, Component, class_name
 from safeckpt.state.module import ModuleComponent, clean_modules
 from safeckpt.state.module_options import changed_options, is_of_torch, options_of, plain_attributes
 from safeckpt.state.tree import join
@@ -39,37 +39,37 @@ class HiddenState:
     """
 
     def __init__(self, components: Mapping[str, Component]) -> None:
-        self._modules = [component for component in components.values() if isinstance(component, ModuleComponent)]
         self._named: set[str] = set()
-        layers = [entry for entry in self._layers() if is_of_torch(entry[1])]
-        self._options = {name: (weakref.ref(module), options) for name, module, options in layers}
         self._attributes: dict[str, dict[str, Any]] = {}  # of the save before
-        self._buffers = {name: (_mark_of(tensor), _digest_of(tensor)) for name, tensor in self._hidden_buffers()}
+        self._options: dict[str, tuple[weakref.ref[nn.Module], str]] = {}
+        self._buffers: dict[str, tuple[tuple[int, int], str]] = {}
+        for component in components.values():
+            if isinstance(component, ModuleComponent):
+                layers = _layers_of(component)
+                options = {join(component.name, path): text for path, text in options_of(layers).items()}
+                for name, module in layers.items():
+                    full = join(component.name, name)
+                    if is_of_torch(module) and full in options:
+                        self._options[full] = (weakref.ref(module), options[full])
+                for name, tensor in _hidden_buffers(component.name, layers):
+                    self._buffers[name] = _mark_of(tensor), _digest_of(tensor)
 
-    def _layers(self) -> Iterator[tuple[str, nn.Module, str]]:
-        for component in self._modules:
-            modules = clean_modules(component.obj)
-            layers = dict(modules.values())
-            for path, options in options_of(modules).items():
-                yield join(component.name, path), layers[path], options
-
-    def _hidden_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for component in self._modules:
-            for clean, module in clean_modules(component.obj).values():
-                for key in getattr(module, "_non_persistent_buffers_set", ()):
-                    tensor = module._buffers.get(key)
-                    if tensor is not None and is_plain(tensor) and tensor.nbytes <= _MOST_BYTES:
-                        yield join(join(component.name, clean), key), tensor
-
-    def changed(self) -> list[str]:
-        """Return what has changed, one sentence each; nothing twice."""
-        found = [*self._changed_buffers(), *self._changed_options(), *self._changed_attributes()]
+    def changed(self, parts: Iterable[tuple[Component, Captured]]) -> list[str]:
+        """Return what has changed in components that were just captured, one sentence each; nothing twice."""
+        found: list[tuple[str, str]] = []
+        before, self._attributes = self._attributes, {}
+        for component, captured in parts:
+            if isinstance(component, ModuleComponent):
+                layers = _layers_of(component)
+                found += self._changed_buffers(component.name, layers)
+                found += self._changed_options(component.name, layers, captured.record["options"])
+                found += self._changed_attributes(component.name, layers, before)
         fresh = {name: text for name, text in found if name not in self._named}
         self._named.update(fresh)
         return [f"{name}: {text}" for name, text in fresh.items()]
 
-    def _changed_buffers(self) -> Iterator[tuple[str, str]]:
-        for name, tensor in self._hidden_buffers():
+    def _changed_buffers(self, owner: str, layers: Mapping[str, nn.Module]) -> Iterator[tuple[str, str]]:
+        for name, tensor in _hidden_buffers(owner, layers):
             mark, digest = self._buffers.get(name, (None, None))
             if digest is None or mark == _mark_of(tensor):
                 continue
@@ -78,26 +78,41 @@ class HiddenState:
             if now != digest and now.partition(" ")[0] == digest.partition(" ")[0]:  # a cache that grows is none
                 yield name, f"a non-persistent buffer, which has changed while training. {_PERSISTENT}"
 
-    def _changed_options(self) -> Iterator[tuple[str, str]]:
-        for name, module, options in self._layers():
-            reference, before = self._options.get(name, (None, options))
+    def _changed_options(
+        self, owner: str, layers: Mapping[str, nn.Module], options: Mapping[str, str]
+    ) -> Iterator[tuple[str, str]]:
+        for path, now in options.items():
+            name = join(owner, path)
+            reference, before = self._options.get(name, (None, now))
             # A layer that was replaced is the script's doing, and its classes and shapes are compared.
-            if before != options and reference is not None and reference() is module:
-                for text in changed_options(before, options, "was {}", "is now {}"):
-                    yield name, f"{class_name(module)} {text}, which no checkpoint holds. Set it again after a restore"
+            if before != now and reference is not None and reference() is layers[path]:
+                for text in changed_options(before, now, "was {}", "is now {}"):
+                    kind = class_name(layers[path])
+                    yield name, f"{kind} {text}, which no checkpoint holds. Set it again after a restore"
 
-    def _changed_attributes(self) -> Iterator[tuple[str, str]]:
-        now = {
-            join(component.name, clean): plain_attributes(module, (bool, int, float))
-            for component in self._modules
-            for clean, module in clean_modules(component.obj).values()
-            if not is_of_torch(module)
-        }
-        before, self._attributes = self._attributes, now
-        for name, attributes in now.items():
-            for key, value in attributes.items():
+    def _changed_attributes(
+        self, owner: str, layers: Mapping[str, nn.Module], before: Mapping[str, Mapping[str, Any]]
+    ) -> Iterator[tuple[str, str]]:
+        for path, module in layers.items():
+            if is_of_torch(module):
+                continue
+            name = join(owner, path)
+            now = self._attributes[name] = plain_attributes(module, (bool, int, float))
+            for key, value in now.items():
                 if key in before.get(name, {}) and before[name][key] != value:
                     yield join(name, key), f"a plain attribute, which has changed between two saves. {_EXTRA}"
+
+
+def _layers_of(component: ModuleComponent) -> dict[str, nn.Module]:
+    return dict(clean_modules(component.obj).values())
+
+
+def _hidden_buffers(owner: str, layers: Mapping[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    for path, module in layers.items():
+        for key in getattr(module, "_non_persistent_buffers_set", ()):
+            tensor = module._buffers.get(key)
+            if tensor is not None and is_plain(tensor) and tensor.nbytes <= _MOST_BYTES:
+                yield join(join(owner, path), key), tensor
 
 
 def _mark_of(tensor: torch.Tensor) -> tuple[int, int]:

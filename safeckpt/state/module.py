@@ -125,7 +125,7 @@ class ModuleComponent(Component):
             "classes": {clean: class_name(module) for clean, module in modules.values()},
             "training": {clean: module.training for clean, module in modules.values()},
             "requires_grad": self._flags(),
-            "options": options_of(modules),
+            "options": options_of(dict(modules.values())),
         }
         return Captured(state, record)
 

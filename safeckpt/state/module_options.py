@@ -30,15 +30,15 @@ def plain_attributes(module: nn.Module, kinds: tuple[type, ...]) -> dict[str, An
     }
 
 
-def options_of(modules: Mapping[str, tuple[str, nn.Module]]) -> dict[str, str]:
+def options_of(modules: Mapping[str, nn.Module]) -> dict[str, str]:
     """Return for each submodule, by its clean path, what was decided when it was built.
 
     Args:
-        modules: The submodules, as `clean_modules` returns them.
+        modules: The submodules by that path.
     """
     texts: dict[str, str] = {}  # equal ones are one object, which a file holds once
     found = {}
-    for clean, module in modules.values():
+    for clean, module in modules.items():
         text = _options_of(module)
         if text:
             found[clean] = texts.setdefault(text, text)
