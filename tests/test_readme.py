@@ -121,6 +121,15 @@ def test_every_command_is_in_the_readme_and_every_command_there_exists():
     assert named == {*group.commands, "demo"}
 
 
+def test_every_release_of_the_changelog_has_each_heading_once():
+    """A line is found under one heading, and a line stands under one heading only."""
+    for release in (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1:]:
+        headings = re.findall(r"^### .*$", release, re.MULTILINE)
+        assert len(set(headings)) == len(headings)
+        entries = re.findall(r"^- .*$", release, re.MULTILINE)
+        assert len(set(entries)) == len(entries)
+
+
 def test_campaign_page_has_a_row_for_every_class():
     """The table of the campaign lists the classes that there are, in their order."""
     rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "tests" / "campaign" / "README.md").read_text(), re.MULTILINE)
@@ -133,6 +142,8 @@ def test_contributing_has_a_row_for_every_part_of_the_package():
     parts = {path.name + "/" * path.is_dir() for path in (ROOT / "safeckpt").iterdir() if path.suffix in ("", ".py")}
     parts -= {"__init__.py", "__main__.py", "__pycache__/"}
     assert not {part for part in parts if f"`safeckpt/{part}" not in text}
+    modules = {path.name for path in (ROOT / "safeckpt" / "run").glob("*.py")} - {"__init__.py"}
+    assert not {module for module in modules if f"`{module}`" not in text}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,322 @@
+"""Every message on the help page is what the library says: each is provoked."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import safeckpt
+
+PAGE = Path(__file__).parents[1] / ".readme" / "help.md"
+ROWS = re.findall(r"^\| `([^`]+)` \| ", PAGE.read_text(), re.MULTILINE)
+PROVOKED: dict[str, Callable[[Path], object]] = {}
+
+
+def provokes(message: str) -> Callable[[Callable[[Path], object]], Callable[[Path], object]]:
+    def note(function: Callable[[Path], object]) -> Callable[[Path], object]:
+        PROVOKED[message] = function
+        return function
+
+    return note
+
+
+def components(width: int = 8) -> dict[str, Any]:
+    model = nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 1))
+    loader = safeckpt.ResumableLoader(DataLoader(TensorDataset(torch.zeros(40, 4)), batch_size=8))
+    return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "loader": loader}
+
+
+def manager_of(directory: Path, parts: dict[str, Any] | None = None, **options: Any) -> safeckpt.CheckpointManager:
+    return safeckpt.CheckpointManager(directory, parts or components(), **options)
+
+
+def run_of(directory: Path, parts: dict[str, Any] | None = None) -> None:
+    """Leave the checkpoints of the steps 2, 4 and 6."""
+    with manager_of(directory, parts) as manager:
+        for step in (2, 4, 6):
+            manager.save(step, loss=1.0)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@provokes("already holds 3 checkpoint(s) of another run")
+def forget_the_restore(directory: Path) -> None:
+    run_of(directory)
+    with manager_of(directory, save_every=100) as manager:
+        manager.end_step(1, loss=1.0)
+
+
+@provokes("restored only model from")
+def save_after_a_partial_restore(directory: Path) -> None:
+    run_of(directory)
+    with manager_of(directory) as manager:
+        manager.restore(only=("model",))
+        manager.save(7)
+
+
+@provokes("another process is saving checkpoints into it")
+def start_a_second_job(directory: Path) -> None:
+    script = (
+        "import sys\nfrom safeckpt.store import WriterLock\n"
+        "WriterLock(sys.argv[1], 1.0).acquire()\nprint('held')\nsys.stdin.read()"
+    )
+    first = subprocess.Popen(
+        [sys.executable, "-u", "-c", script, str(directory)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    with first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == b"held\n"
+        with manager_of(directory, lock_timeout_seconds=0.01) as manager:
+            manager.save(1)
+
+
+@provokes("another CheckpointManager of this same process")
+def run_a_cell_twice(directory: Path) -> None:
+    with manager_of(directory) as first, manager_of(directory) as second:
+        first.save(1)
+        second.restore()
+        second.save(2)
+
+
+@provokes("Step 7 was not saved: the state contains NaN or Inf")
+def meet_a_nan(directory: Path) -> None:
+    run_of(directory)
+    with manager_of(directory) as manager:
+        manager.restore()
+        manager.end_step(7, loss=float("nan"))
+
+
+@provokes("Step 7 failed again after 1 rollback(s)")
+def roll_back_without_a_change(directory: Path) -> None:
+    run_of(directory)
+    with manager_of(directory) as manager:
+        manager.restore()
+        for _ in range(2):
+            with contextlib.suppress(safeckpt.NonFiniteError):
+                manager.end_step(7, loss=float("nan"))
+            manager.rollback()
+
+
+@provokes("Step 5 is already saved, and the state is different now")
+def save_behind_the_epoch(directory: Path) -> None:
+    parts = components()
+    with manager_of(directory, parts, save_every=5) as manager:
+        for _ in parts["loader"].epochs(1):
+            for _ in parts["loader"]:
+                manager.end_step(manager.step + 1, loss=1.0)
+            torch.rand(1)
+            manager.save(manager.step, metrics={"val": 0.5})
+
+
+@provokes("Step 7 is not saved at the end of the run")
+def leave_after_an_optimizer_step(directory: Path) -> None:
+    parts = components()
+    run_of(directory, parts)
+    with manager_of(directory, parts) as manager:
+        manager.restore()
+        manager.end_step(7)
+        parts["model"](torch.zeros(1, 4)).sum().backward()
+        parts["optimizer"].step()
+
+
+@provokes("which cannot be saved")
+def register_a_lambda(directory: Path) -> None:
+    with manager_of(directory, {**components(), "counters": {"rate": lambda step: step}}, save_every=100) as manager:
+        manager.end_step(1)
+
+
+@provokes("the components mapping now holds a different object")
+def replace_the_optimizer(directory: Path) -> None:
+    parts = components()
+    with manager_of(directory, parts) as manager:
+        manager.save(1)
+        parts["optimizer"] = torch.optim.SGD(parts["model"].parameters(), lr=0.01)
+        manager.save(2)
+
+
+@provokes("The components do not match")
+def add_a_component(directory: Path) -> None:
+    run_of(directory)
+    with manager_of(directory, {**components(), "ema": {"decay": 0.9}}) as manager:
+        manager.restore()
+
+
+@provokes("does not fit the live objects, 6 difference(s)")
+def build_another_model(directory: Path) -> None:
+    run_of(directory)
+    with manager_of(directory, components(width=9)) as manager:
+        manager.restore()
+
+
+@provokes("its learning rate is in optimizer")
+def restore_a_scheduler_alone(directory: Path) -> None:
+    parts = components()
+    parts["scheduler"] = torch.optim.lr_scheduler.StepLR(parts["optimizer"], 1)
+    run_of(directory, parts)
+    with manager_of(directory, parts) as manager:
+        manager.restore(only=("scheduler",))
+
+
+@provokes("hyper-parameters replaced those of the script")
+def change_the_rate(directory: Path) -> None:
+    run_of(directory)
+    parts = components()
+    parts["optimizer"].param_groups[0]["lr"] = 0.5
+    with manager_of(directory, parts) as manager:
+        manager.restore()
+
+
+@provokes("has another loss than before the restart")
+def compute_another_loss(directory: Path) -> None:
+    with manager_of(directory, save_every=4, save_on_exit=False) as manager:
+        for step in (1, 2, 3, 4, 5):
+            manager.end_step(step, loss=1.0)
+    with manager_of(directory) as manager:
+        manager.restore()
+        manager.end_step(5, loss=2.0)
+
+
+@provokes("The environment differs from the one that saved")
+def change_the_number_of_threads(directory: Path) -> None:
+    run_of(directory)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        with manager_of(directory) as manager:
+            manager.restore()
+    finally:
+        torch.set_num_threads(threads)
+
+
+@provokes("Not captured: ")
+def leave_the_optimizer_out(directory: Path) -> None:
+    parts = components()
+    optimizer = parts.pop("optimizer")
+    with manager_of(directory, parts) as manager:
+        parts["model"](torch.zeros(1, 4)).sum().backward()
+        optimizer.step()
+        manager.save(1)
+
+
+@provokes("was passed over: the bytes of")
+def damage_the_newest(directory: Path) -> None:
+    run_of(directory)
+    flip(directory / "step-00000006.pt")
+    with manager_of(directory) as manager:
+        manager.restore()
+
+
+@provokes("holds 3 checkpoint(s), but no good one")
+def damage_all(directory: Path) -> None:
+    run_of(directory)
+    for path in directory.glob("step-*.pt"):
+        flip(path)
+    with manager_of(directory) as manager:
+        manager.restore()
+
+
+@provokes("holds no checkpoint, but its history says")
+def delete_all(directory: Path) -> None:
+    run_of(directory)
+    for path in directory.glob("step-*.pt"):
+        path.unlink()
+    with manager_of(directory) as manager:
+        manager.restore()
+
+
+@provokes("which weights_only=True does not allow")
+def load_a_whole_model(directory: Path) -> None:
+    torch.save(nn.Linear(2, 2), directory / "whole.pt")
+    safeckpt.load(directory / "whole.pt")
+
+
+@provokes("is no checkpoint: ")
+def load_a_pointer(directory: Path) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 12345\n"
+    (directory / "model.pt").write_text(pointer)
+    safeckpt.load(directory / "model.pt")
+
+
+@provokes("File too large (needs")
+def fill_the_disk(directory: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        with manager_of(directory) as manager:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+            manager.save(1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@provokes("has no file locks")
+def save_without_flock(directory: Path) -> None:
+    def flock(file: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(fcntl, "flock", flock)
+        with manager_of(directory) as manager:
+            manager.save(1)
+
+
+@provokes("something fetches 1 ahead")
+def fetch_ahead(directory: Path) -> None:
+    def prefetched(batches: safeckpt.ResumableLoader) -> Iterator[Any]:
+        iterator = iter(batches)
+        ahead = next(iterator, None)
+        while ahead is not None:
+            batch, ahead = ahead, next(iterator, None)
+            yield batch
+
+    parts = components()
+    with manager_of(directory, parts) as manager:
+        for _ in parts["loader"].epochs(1):
+            for _ in prefetched(parts["loader"]):
+                manager.end_step(manager.step + 1)
+
+
+@provokes("is a plain DataLoader, which has no position")
+def register_a_plain_loader(directory: Path) -> None:
+    manager_of(directory, {"loader": DataLoader(TensorDataset(torch.zeros(4, 4)))})
+
+
+def test_every_message_of_the_page_is_provoked() -> None:
+    """The table and the cases below have the same messages."""
+    assert sorted(ROWS) == sorted(PROVOKED)
+
+
+@pytest.mark.parametrize("message", ROWS)
+def test_message_of_the_page_is_what_the_library_says(message: str, tmp_path: Path) -> None:
+    """Someone who searches the page for what stands on the screen finds it."""
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        try:
+            PROVOKED[message](tmp_path)
+            text = ""
+        except (safeckpt.SafeckptError, OSError, RuntimeError, TypeError) as error:
+            text = str(error)
+    assert message in "\n".join([text, *(str(warning.message) for warning in given)])
