@@ -1,25 +1,27 @@
-"""What each rank has of its own, in one payload.
+"""The state that each rank has for itself: random streams, positions, and whatever else differs from rank 0's.
 
-The payload that rank 0 captured is the checkpoint: what ranks share is in it once. Beside it stands, for every other
-rank, what that rank has otherwise::
+The payload that rank 0 captured is the checkpoint: what ranks share is in it once. What rank n has otherwise is::
 
-    "safeckpt": {..., "world_size": n, "ranks": [own of rank 1, own of rank 2, ...]}
-    own: {"rng": {...}, "states": {component: state}, "buffers": {module: {key: tensor}},
-          "records": {component: record}, "environment": {...}, "gradients": {...}}
+    {"rng": {...}, "states": {component: state}, "buffers": {module: {key: tensor}},
+     "records": {component: record}, "environment": {...}, "gradients": {...}}
 
-Random streams are always there; anything else only where it differs from rank 0's. One process alone writes neither
-key: its file is what it always was.
+Random streams are always there; anything else only where it differs from rank 0's. In a file, which rank 0 writes, the
+payload holds them all, `"safeckpt": {..., "world_size": n, "ranks": [state of rank 1, state of rank 2, ...]}`. In a
+directory each is a tensor of bytes under the key `safeckpt.rank.<n>`, which rank n writes into its own file and reads
+by itself: the index does not grow with the ranks. One process alone writes neither; its file is what it always was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import io
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from safeckpt.distributed.fingerprint import SHARDED, exact_digest_of, fingerprints, joined, layout_of, layouts_of
-from safeckpt.errors import StateMismatchError, UnsavableStateError, listed
+from safeckpt.errors import DamagedCheckpointError, StateMismatchError, UnsavableStateError, listed
+from safeckpt.file import encode, open_file, write_file
 from safeckpt.state import RESERVED_KEY, Component
 from safeckpt.state.random_streams import RngStreams
 from safeckpt.state.tree import join, map_tensors, named_tensors
@@ -28,15 +30,19 @@ __all__ = [
     "differing_names",
     "digests_of",
     "drifted_ranks",
+    "have_own_gradients",
+    "pack_rank_state",
     "payload_of_rank",
+    "rank_key",
     "rank_state_of",
     "ranks_hold_parts",
     "refuse_parts",
     "replica_fingerprints",
     "replica_layouts",
-    "with_rank_states",
+    "with_world",
 ]
 
+_OF_THE_WORLD = frozenset({"world_size", "own_gradients", "ranks"})
 # Ranks that train one model hold equal states of these; of everything else each may have its own.
 _REPLICATED = frozenset({"module", "optimizer", "scheduler", "scaler"})
 
@@ -105,6 +111,11 @@ def replica_layouts(payload: Mapping[str, Any]) -> dict[str, str]:
             found[name] = record["kind"]
             found.update((join(name, key), layout) for key, layout in layouts_of(payload[name]))
     return found
+
+
+def have_own_gradients(digests: list[dict[str, str]]) -> bool:
+    """Tell whether ranks have different gradients, as between two micro-steps without synchronization."""
+    return len({one["gradients"] for one in digests}) > 1
 
 
 def ranks_hold_parts(digests: list[dict[str, str]]) -> bool:
@@ -206,13 +217,57 @@ def rank_state_of(payload: Mapping[str, Any], digests: Mapping[str, str], first:
     return own
 
 
-def with_rank_states(payload: Mapping[str, Any], owns: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the payload of the checkpoint: rank 0's, and what the others have of their own."""
-    return {**payload, RESERVED_KEY: {**payload[RESERVED_KEY], "world_size": len(owns), "ranks": owns[1:]}}
+def rank_key(rank: int) -> str:
+    """Return the key under which a directory holds the state of a rank."""
+    return f"{RESERVED_KEY}.rank.{rank}"
+
+
+def pack_rank_state(state: dict[str, Any]) -> torch.Tensor:
+    """Return the state of a rank as a tensor of bytes, those of a file of ours; uint8, on the CPU."""
+    buffer = io.BytesIO()
+    write_file(encode(state, root="payload"), buffer)
+    return torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
+
+
+def unpack_rank_state(packed: torch.Tensor, rank: int, path: object) -> dict[str, Any]:
+    """Return the state of a rank that `pack_rank_state` packed.
+
+    Raises:
+        DamagedCheckpointError: It is something else.
+    """
+    with open_file(io.BytesIO(packed.numpy().tobytes())) as file:
+        file.verify()
+        state = file.load("cpu")
+    if not isinstance(state, dict) or not isinstance(state.get("rng"), dict):
+        raise DamagedCheckpointError(path=path, reason=f"its state of rank {rank} is not one", record=rank_key(rank))
+    return state
+
+
+def with_world(
+    payload: Mapping[str, Any], size: int, *, own_gradients: bool, rank_states: list[dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    """Return the payload of a checkpoint of several ranks.
+
+    Args:
+        payload: That of rank 0.
+        size: How many ranks there are.
+        own_gradients: Whether the ranks have different gradients.
+        rank_states: What each rank has otherwise, in the order of the ranks; None where each writes its own.
+    """
+    world: dict[str, Any] = {"world_size": size, "own_gradients": own_gradients}
+    if rank_states is not None:
+        world["ranks"] = rank_states[1:]
+    return {**payload, RESERVED_KEY: {**payload[RESERVED_KEY], **world}}
 
 
 def payload_of_rank(
-    payload: Mapping[str, Any], components: Mapping[str, Component], rank: int, size: int, path: object
+    payload: Mapping[str, Any],
+    components: Mapping[str, Component],
+    rank: int,
+    size: int,
+    *,
+    path: object,
+    read: Callable[[str], torch.Tensor] | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the payload as one rank restores it, and what is not as it was because of another number of ranks.
 
@@ -220,21 +275,31 @@ def payload_of_rank(
     rank 0's, but keeps the random streams and private generators that its script has made: with those of rank 0 two
     ranks would draw the same numbers.
 
+    Args:
+        payload: What was read.
+        components: The live objects.
+        rank: This rank.
+        size: How many there are now.
+        path: The checkpoint, for errors.
+        read: Returns the tensor under a key of a directory; None for a file.
+
     Raises:
         StateMismatchError: Each rank had gradients of its own, which are for that number of ranks only.
+        DamagedCheckpointError: The state of this rank cannot be read.
     """
     saved = payload[RESERVED_KEY]
-    world, ranks = saved.get("world_size", 1), saved.get("ranks", [])
-    if world != size and any("gradients" in one for one in ranks):
+    world = saved.get("world_size", 1)
+    if world != size and saved.get("own_gradients", False):
         reason = (
-            f"gradients: saved within an accumulation, with another one on each of {world} ranks, and now there are "
+            f"gradients: saved within an accumulation, with different ones on each of {world} ranks, and now there are "
             f"{size}; restore a step after which nothing was accumulated, or with {world} ranks"
         )
         raise StateMismatchError(mismatches=[reason], path=path)
     result = dict(payload)
-    own = result[RESERVED_KEY] = {key: value for key, value in saved.items() if key not in ("world_size", "ranks")}
+    own = result[RESERVED_KEY] = {key: value for key, value in saved.items() if key not in _OF_THE_WORLD}
     if 0 < rank < world:
-        _overlay(result, own, ranks[rank - 1])
+        mine = saved["ranks"][rank - 1] if read is None else unpack_rank_state(read(rank_key(rank)), rank, path)
+        _overlay(result, own, mine)
     elif rank >= world:
         own["rng"] = RngStreams.capture()
         records = own["components"] = dict(own["components"])

@@ -40,6 +40,7 @@ from safeckpt.errors import (
     NoGoodCheckpointError,
     RestoreError,
 )
+from safeckpt.file import CheckpointFolder
 from safeckpt.run.catalog import Checkpoint, OpenCheckpoint, Rejection, warn_skipped
 from safeckpt.run.run import Run
 from safeckpt.run.writers import MemoryCopy
@@ -321,7 +322,12 @@ class Restorer:
                 reason = "its header does not say what was guarded"
                 raise DamagedCheckpointError(path=file.path, reason=reason) from error
             shard_files = shards_of(payload)
-            payload, changes = payload_of_rank(payload, run.components, group.rank, group.size, file.path)
+            read = (
+                functools.partial(file.read_tensor, dtype=torch.uint8) if isinstance(file, CheckpointFolder) else None
+            )
+            payload, changes = payload_of_rank(
+                payload, run.components, group.rank, group.size, path=file.path, read=read
+            )
             shards: ShardTensors = {}
             if shard_files:
                 payload, shards = allocate_placeholders(payload, run.components, file.path)

@@ -18,11 +18,15 @@ from safeckpt.distributed import (
     differing_names,
     drifted_ranks,
     first_answer,
+    have_own_gradients,
+    pack_rank_state,
+    rank_key,
     rank_state_of,
     ranks_hold_parts,
     refuse_parts,
     replica_fingerprints,
     replica_layouts,
+    with_world,
 )
 from safeckpt.errors import NonFiniteError, ReplicaDriftError, ReplicaDriftWarning, StepExistsError, drift_text
 from safeckpt.file import encode
@@ -49,18 +53,28 @@ class _Summary(NamedTuple):
         digests: Those of rank 0.
         drifted: Ranks whose copies differ from those of the first rank that has them.
         hold_parts: Whether the ranks hold different tensors instead of copies.
+        own_gradients: Whether the ranks have different gradients.
     """
 
     checkpoint: Checkpoint
     digests: dict[str, str]
     drifted: list[int]
     hold_parts: bool
+    own_gradients: bool
 
 
 def _summarize(answers: list[tuple[Checkpoint, dict[str, str]]]) -> _Summary:
     checkpoint, first = answers[0]
     digests = [answer for _, answer in answers]
-    return _Summary(checkpoint, first, drifted_ranks(digests), len(answers) > 1 and ranks_hold_parts(digests))
+    if len(answers) == 1:
+        return _Summary(checkpoint, first, [], hold_parts=False, own_gradients=False)
+    return _Summary(
+        checkpoint,
+        first,
+        drifted_ranks(digests),
+        hold_parts=ranks_hold_parts(digests),
+        own_gradients=have_own_gradients(digests),
+    )
 
 
 class _RankState(NamedTuple):
@@ -149,9 +163,9 @@ class Saver:
             self._refuse_parts(group, what, draft)
         if summary.drifted:
             self._report_drift(group, what, draft, summary.drifted)
-        rank_states = self._collect_rank_states(group, what, draft, summary.digests)
+        self._add_rank_states(group, what, draft, summary)
         run.directory.refuse_unshared(what)
-        writer = writer_of(draft, run.directory, rank_states, self._progress, copies_differ=bool(summary.drifted))
+        writer = writer_of(draft, run.directory, self._progress, copies_differ=bool(summary.drifted))
         if self._staging is None:
             return self._write(group, what, writer)
         return self._start_write(group, what, writer, self._staging)
@@ -234,10 +248,11 @@ class Saver:
             if group.is_rank_zero:
                 warn_caller(drift_text(step, ranks, names), ReplicaDriftWarning)
 
-    def _collect_rank_states(
-        self, group: Group, what: str, draft: Draft, digests: Mapping[str, str]
-    ) -> list[dict[str, Any]]:
-        """Take the directory, and return on rank 0 what each rank has otherwise; nothing for a process by itself."""
+    def _add_rank_states(self, group: Group, what: str, draft: Draft, summary: _Summary) -> None:
+        """Take the directory, and add what each rank has otherwise than rank 0 to what is written.
+
+        Into a file rank 0 writes it for all; into a directory each rank writes its own.
+        """
         run = self._run
         with group.section(f"{what}: collecting rank states", _unread_by_rank_zero) as section:
             unread: list[int] = []
@@ -247,12 +262,20 @@ class Saver:
                 if draft.is_sharded:
                     unread = self._pruning.unread(draft.checkpoint.step)
             else:  # a copy: a view would be sent with all of the memory around it
-                state = copy_tree(to_cpu(rank_state_of(draft.captured, draft.digests, digests)))
+                state = copy_tree(to_cpu(rank_state_of(draft.captured, draft.digests, summary.digests)))
+                if draft.is_sharded:
+                    draft.shards[rank_key(group.rank)] = pack_rank_state(state)
+                    state = {}
             section.answer = _RankState(encode(state, root="payload"), unread)
         if draft.is_sharded:
             self._verify_older(group, what, section.result)
-        is_one_of_many = group.size > 1 and group.is_rank_zero
-        return [answer.state for answer in section.answers] if is_one_of_many else []
+        if group.size > 1 and group.is_rank_zero:
+            draft.payload = with_world(
+                draft.payload,
+                group.size,
+                own_gradients=summary.own_gradients,
+                rank_states=None if draft.is_sharded else [answer.state for answer in section.answers],
+            )
 
     def _verify_older(self, group: Group, what: str, steps: list[int]) -> None:
         """Read older checkpoints whose state decides what may be deleted: all ranks together, since they are large."""

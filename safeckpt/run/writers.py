@@ -11,7 +11,7 @@ import errno
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from safeckpt.distributed import Group, first_answer, local_parts, replace_local_parts, with_rank_states, write_shards
+from safeckpt.distributed import Group, first_answer, local_parts, replace_local_parts, write_shards
 from safeckpt.file import INDEX, PreparedFile, ShardFile, open_file, prepare
 from safeckpt.run.capturing import Draft
 from safeckpt.run.catalog import Checkpoint
@@ -57,7 +57,6 @@ class Writer(Protocol):
 def writer_of(
     draft: Draft,
     directory: RunDirectory,
-    rank_states: list[dict[str, Any]],
     progress: Progress | None,
     *,
     copies_differ: bool,
@@ -67,13 +66,9 @@ def writer_of(
     Args:
         draft: This rank's part of the checkpoint.
         directory: Where it is written.
-        rank_states: On rank 0: what each rank has otherwise than rank 0, in the order of the ranks; empty for a
-            process by itself.
         progress: Told how much of a file is written.
         copies_differ: Whether ranks that ought to hold equal copies do not.
     """
-    if rank_states:
-        draft.payload = with_rank_states(draft.payload, rank_states)
     if draft.is_sharded:
         return ShardedWriter(draft, directory, copies_differ=copies_differ)
     return FileWriter(draft, directory, progress)

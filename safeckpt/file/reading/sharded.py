@@ -179,6 +179,16 @@ class CheckpointFolder(Opened):
         names = [name for name, *_ in self.shards()]
         return iter_whole(self._place, iter_placeholders(self.load("cpu"), self._place), names)
 
+    def read_tensor(self, key: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return one tensor of the shards, whole and in host memory.
+
+        Raises:
+            DamagedCheckpointError: It is not in them.
+        """
+        from safeckpt.file.reading.whole_tensors import read_whole  # noqa: PLC0415 - torch
+
+        return read_whole(self._place, key, dtype, [name for name, *_ in self.shards()])
+
     def shards(self) -> list[ShardFile]:
         """Return what the index says about the other files.
 

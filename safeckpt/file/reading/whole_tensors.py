@@ -24,7 +24,15 @@ if TYPE_CHECKING:
 
     from safeckpt.file.reading.shard_metadata import Chunk, StoredTensor
 
-__all__ = ["SHARD_KEY", "Placeholder", "iter_placeholders", "iter_whole", "placeholder_of", "with_whole_tensors"]
+__all__ = [
+    "SHARD_KEY",
+    "Placeholder",
+    "iter_placeholders",
+    "iter_whole",
+    "placeholder_of",
+    "read_whole",
+    "with_whole_tensors",
+]
 
 SHARD_KEY: Final = "safeckpt.shard"
 
@@ -86,6 +94,19 @@ def iter_whole(
             yield holder.key, torch.empty(holder.shape, dtype=holder.dtype, device=device)
         else:
             yield holder.key, _read(folder, holder, tensor, names).to(device)
+
+
+def read_whole(folder: Path, key: str, dtype: torch.dtype, names: Collection[str]) -> torch.Tensor:
+    """Return one tensor, whole and in host memory, of whatever shape it has.
+
+    Raises:
+        DamagedCheckpointError: It is not there, or not what the metadata says.
+        OSError: From the system, as it is.
+    """
+    stored = stored_tensors(folder).get(key)
+    if stored is None:
+        raise DamagedCheckpointError(path=folder, reason=f"{key} is not in its shards", record=METADATA)
+    return _read(folder, Placeholder(key, torch.Size(stored.size), dtype), stored, names)
 
 
 def _read(folder: Path, holder: Placeholder, stored: StoredTensor, names: Collection[str]) -> torch.Tensor:
