@@ -7,6 +7,7 @@ from safeckpt.system.lazy import module_getattr
 if TYPE_CHECKING:
     from safeckpt.file.file_report import FileReport
     from safeckpt.file.reading.checkpoint_file import CheckpointFile, open_file, verify
+    from safeckpt.file.reading.mapping import Mapped
     from safeckpt.file.reading.shard_metadata import METADATA, unpickle_metadata
     from safeckpt.file.reading.sharded import (
         INDEX,
@@ -32,6 +33,7 @@ else:
             "FileReport": "safeckpt.file.file_report",
             "INDEX": "safeckpt.file.reading.sharded",
             "METADATA": "safeckpt.file.reading.shard_metadata",
+            "Mapped": "safeckpt.file.reading.mapping",
             "Part": "safeckpt.file.reading.source",
             "PreparedFile": "safeckpt.file.writing.write",
             "SHARD_KEY": "safeckpt.file.reading.whole_tensors",
@@ -60,6 +62,7 @@ __all__ = [
     "CheckpointFile",
     "CheckpointFolder",
     "FileReport",
+    "Mapped",
     "Part",
     "PreparedFile",
     "ShardFile",

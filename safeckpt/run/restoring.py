@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,7 +40,7 @@ from safeckpt.errors import (
     NoGoodCheckpointError,
     RestoreError,
 )
-from safeckpt.file import CheckpointFolder
+from safeckpt.file import CheckpointFolder, Mapped
 from safeckpt.run.catalog import Checkpoint, OpenCheckpoint, Rejection, warn_skipped
 from safeckpt.run.run import Run
 from safeckpt.run.writers import MemoryCopy
@@ -72,7 +72,7 @@ class _Validated(NamedTuple):
         guard: What has to be finite.
         is_whole: Whether all components of the checkpoint are in the plan.
         is_resized: Whether the run had another number of processes.
-        release: Takes memory that is not needed again before it is copied.
+        mapped: The file that the plan reads from.
     """
 
     checkpoint: Checkpoint
@@ -82,7 +82,7 @@ class _Validated(NamedTuple):
     guard: Guard
     is_whole: bool
     is_resized: bool
-    release: Callable[[torch.Tensor], None]
+    mapped: Mapped
 
 
 @dataclass
@@ -230,6 +230,7 @@ class Restorer:
                 if validated is not None:
                     with group.section(f"restoring step {step}"):
                         self._apply(validated.plan)
+                        validated.mapped.check_unchanged()  # else the objects count as a mixture
                     checkpoint = validated.checkpoint
                     return Restored(
                         checkpoint,
@@ -346,7 +347,7 @@ class Restorer:
         if validated.rng is not None:
             validated.environment.extend(changes)
         is_whole = wanted.only is None or set(payload[RESERVED_KEY]["components"]) <= set(wanted.only)
-        return _Validated(checkpoint, validated, shards, shard_files, guard, is_whole, bool(changes), mapped.forget)
+        return _Validated(checkpoint, validated, shards, shard_files, guard, is_whole, bool(changes), mapped)
 
     def _fill(self, validated: _Validated, path: Path) -> None:
         """Read the shards, and let the guard that the state passed when it was saved judge it again.
@@ -354,11 +355,13 @@ class Restorer:
         Raises:
             LoadError: They cannot be read, or the state is not finite.
         """
+        validated.mapped.check_unchanged()
         if validated.shards:
             read_shards(validated.shards, path, self._run.group, validated.shard_files)
-        bad = Baseline({}).check(validated.plan.parts, validated.guard, validated.release).bad
+        bad = Baseline({}).check(validated.plan.parts, validated.guard, validated.mapped.forget).bad
         if bad:
             raise DamagedCheckpointError(path=path, reason=f"it is not finite ({bad[0]})")
+        validated.mapped.check_unchanged()
 
     def _apply(self, validated: Plan) -> None:
         self._run.timeline.begin_restore()

@@ -165,7 +165,7 @@ class Saver:
             self._report_drift(group, what, draft, summary.drifted)
         self._add_rank_states(group, what, draft, summary)
         run.directory.refuse_unshared(what)
-        writer = writer_of(draft, run.directory, self._progress, copies_differ=bool(summary.drifted))
+        writer = writer_of(draft, run.directory, run.components, self._progress, copies_differ=bool(summary.drifted))
         if self._staging is None:
             return self._write(group, what, writer)
         return self._start_write(group, what, writer, self._staging)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -16,7 +17,7 @@ from safeckpt.file import INDEX, PreparedFile, ShardFile, open_file, prepare
 from safeckpt.run.capturing import Draft
 from safeckpt.run.catalog import Checkpoint
 from safeckpt.run.run_directory import RunDirectory
-from safeckpt.state import RESERVED_KEY, Staging, to_cpu
+from safeckpt.state import RESERVED_KEY, Component, Staging, guard_from_record, guarded_in, to_cpu
 from safeckpt.system.threads import Progress
 
 __all__ = ["FileWriter", "MemoryCopy", "ShardedWriter", "Writer", "rewrite_header", "writer_of"]
@@ -57,6 +58,7 @@ class Writer(Protocol):
 def writer_of(
     draft: Draft,
     directory: RunDirectory,
+    components: Mapping[str, Component],
     progress: Progress | None,
     *,
     copies_differ: bool,
@@ -66,21 +68,29 @@ def writer_of(
     Args:
         draft: This rank's part of the checkpoint.
         directory: Where it is written.
+        components: The live objects: what of their state is guarded.
         progress: Told how much of a file is written.
         copies_differ: Whether ranks that ought to hold equal copies do not.
     """
     if draft.is_sharded:
         return ShardedWriter(draft, directory, copies_differ=copies_differ)
-    return FileWriter(draft, directory, progress)
+    return FileWriter(draft, directory, components, progress)
 
 
 class FileWriter:
     """Writes rank 0's payload, which holds what every rank has, as one file."""
 
-    def __init__(self, draft: Draft, directory: RunDirectory, progress: Progress | None) -> None:
+    def __init__(
+        self,
+        draft: Draft,
+        directory: RunDirectory,
+        components: Mapping[str, Component],
+        progress: Progress | None,
+    ) -> None:
         self.checkpoint = draft.checkpoint
         self._payload = draft.payload
         self._guard = draft.guard
+        self._components = components
         self._files = directory.files
         self._progress = progress
         self._prepared: PreparedFile | None = None
@@ -96,7 +106,15 @@ class FileWriter:
 
     def prepare(self) -> Checkpoint:
         """See `Writer`."""
-        self._prepared = prepare(to_cpu(self._payload), header=self.checkpoint.header(guard=self._guard))
+        payload = to_cpu(self._payload)
+        self._prepared = prepare(
+            payload,
+            header=self.checkpoint.header(guard=self._guard),
+            # Once more in what is written: training may have gone on in another thread since the guard has looked.
+            finite=guarded_in(
+                payload, payload[RESERVED_KEY]["components"], self._components, guard_from_record(self._guard)
+            ),
+        )
         self.checkpoint = dataclasses.replace(self.checkpoint, size_bytes=self._prepared.size_bytes)
         return self.checkpoint
 
@@ -105,7 +123,10 @@ class FileWriter:
         prepared = self._prepared
         assert prepared is not None
         self._files.commit_step(
-            self.checkpoint.step, lambda f: prepared.write(f, self._progress), size_bytes=prepared.size_bytes
+            self.checkpoint.step,
+            lambda f: prepared.write(f, self._progress),
+            check=prepared.check,
+            size_bytes=prepared.size_bytes,
         )
 
     def discard(self) -> None:

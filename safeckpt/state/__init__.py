@@ -1,6 +1,6 @@
 """Live objects to payload and back. No file is opened here."""
 
-from safeckpt.state.baseline import Baseline, GuardResult, guard_from_record
+from safeckpt.state.baseline import Baseline, GuardResult, guard_from_record, guarded_in
 from safeckpt.state.component import Component
 from safeckpt.state.fsdp import refuse_unreduced
 from safeckpt.state.gradients import Gradients
@@ -31,6 +31,7 @@ __all__ = [
     "copy_tree",
     "find_nonfinite",
     "guard_from_record",
+    "guarded_in",
     "plan",
     "refuse_unreduced",
     "register",

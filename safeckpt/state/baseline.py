@@ -16,7 +16,7 @@ from safeckpt.state.module import ModuleComponent
 from safeckpt.state.nonfinite import masks, nonfinite
 from safeckpt.state.random_streams import RngStreams
 
-__all__ = ["Baseline", "GuardResult", "guard_from_record"]
+__all__ = ["Baseline", "GuardResult", "guard_from_record", "guarded_in"]
 
 _EXCUSED_KINDS = frozenset({"module", "counters", "stateful"})
 # That a layer computes: an infinite one was ruined before, and every output is with it.
@@ -60,6 +60,17 @@ def _guarded(parts: Iterable[tuple[Component, Captured]], guard: Guard) -> Itera
         for name, tensor in component.guarded(captured, guard):
             if allowed is None or not allowed(name):
                 yield name, tensor
+
+
+def guarded_in(
+    payload: Mapping[str, Any],
+    records: Mapping[str, Mapping[str, Any]],
+    components: Mapping[str, Component],
+    guard: Guard,
+) -> list[tuple[str, torch.Tensor]]:
+    """Return (name, tensor) of what has to be finite in a whole payload, as it is about to be written."""
+    parts = [(components[name], Captured(payload[name], dict(record))) for name, record in records.items()]
+    return list(_guarded(parts, guard))
 
 
 class Baseline:

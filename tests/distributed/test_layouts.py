@@ -636,7 +636,7 @@ def test_gradients_of_each_rank_are_for_that_number_of_ranks(tmp_path: Path) -> 
     assert not any(none for _, without in same for none in without)
     for found, without in groups.results(3, _no_sync, tmp_path, False):
         assert found["error"] == "StateMismatchError"
-        assert "another one on each of 2 ranks" in found["text"]
+        assert "different ones on each of 2 ranks" in found["text"]
         assert all(without)
 
 

@@ -44,6 +44,14 @@ class Mapped:
         self._source.read_into(buffer, address - self._address)
         return True
 
+    def check_unchanged(self) -> None:
+        """Check that nobody has written into the file since it was opened; see `Source.check_unchanged`.
+
+        Raises:
+            DamagedCheckpointError: Somebody has.
+        """
+        self._source.check_unchanged()
+
     def forget(self, tensor: torch.Tensor) -> None:
         """Give back the memory of a contiguous tensor that lies in the mapping; looked at again, it is read again."""
         if self._address is None or _madvise is None or not tensor.is_cpu:

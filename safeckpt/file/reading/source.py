@@ -48,6 +48,26 @@ class Source:
         self.size_bytes = (
             os.fstat(self.descriptor).st_size if self.descriptor is not None else file.seek(0, os.SEEK_END)
         )
+        self._state = self._state_now()
+
+    def _state_now(self) -> tuple[int, int] | None:
+        """Return what changes when somebody writes into the file."""
+        if self.descriptor is None:
+            return None
+        status = os.fstat(self.descriptor)
+        return status.st_size, status.st_mtime_ns
+
+    def check_unchanged(self) -> None:
+        """Check that nobody has written into the file since it was opened: what was verified is what is read.
+
+        Only size and times are looked at; a disk that answers differently the second time is not found.
+
+        Raises:
+            DamagedCheckpointError: Somebody has.
+        """
+        now = self._state_now()
+        if now != self._state:
+            raise DamagedCheckpointError(path=self.path, reason="it was written to while it was read")
 
     def close(self) -> None:
         """Close the file if it was opened here."""
