@@ -245,7 +245,8 @@ class StepExistsError(SaveError, FileExistsError):
         super().__init__(
             f"Step {step} is already saved, and the state is different now.",
             f"the checkpoint of step {step} is untouched.",
-            "save a higher step: the number of completed optimizer steps rises between two saves.",
+            "save a higher step: the number of completed optimizer steps rises between two saves. To add metrics to "
+            "this step, do it before anything else changes: a scheduler, a counter, random numbers.",
             path=path,
         )
         self.errno = errno.EEXIST

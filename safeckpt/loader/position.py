@@ -106,6 +106,13 @@ class Position:
         within = self._source.within(progress.start, mark.place, self.seed, progress.epoch, mark.number)
         return progress.epoch, mark.number, within
 
+    def ended(self) -> tuple[int, int] | None:
+        """Return (epoch, number behind its last batch) of the epoch whose end is this position; None within one."""
+        last = self._last
+        if last is None or last.trained is None or not last.finished or self.saved()[:2] != (last.epoch + 1, 0):
+            return None
+        return last.epoch, last.trained.number
+
     def set(self, epoch: int, batch: int, snapshot: Snapshot) -> None:
         """Go to a position: the next iteration, or the one in progress, goes on from there."""
         self._move(epoch, batch, snapshot)

@@ -243,6 +243,19 @@ class ResumableLoader:
             "snapshot": copy_tree(snapshot),
         }
 
+    def is_at_end_of(self, state: dict[str, Any]) -> bool:
+        """Return whether `state` was saved behind the last batch of the epoch that has ended since, and nothing more.
+
+        A run that goes on from it runs what follows the inner loop again, and is then here: of one step, either may be
+        kept.
+        """
+        ended = self._position.ended()
+        return (
+            ended == (state["epoch"], state["batch"])
+            and state["seed"] == self.seed
+            and self.left_out == sorted((epoch, number) for epoch, number in state["left_out"])
+        )
+
     def check_state(self, state: dict[str, Any]) -> list[str]:
         """Return what keeps `state` from being loaded, one sentence for each difference. Changes nothing."""
         if not isinstance(state, dict) or not state.keys() >= _KEYS:

@@ -420,6 +420,7 @@ def _is_equal(saved: Plan, captured: Mapping[str, Any]) -> bool:
     """Return whether a state that was read is the captured one, bit for bit."""
     own = captured[RESERVED_KEY]
     before = {component.name: (part.state, part.record) for component, part in saved.parts}
+    ended = {component.name for component, part in saved.parts if _has_ended_epoch(component.obj, part.state)}
     records = {
         name: {key: value for key, value in record.items() if key != "kind"}
         for name, record in own["components"].items()
@@ -428,11 +429,17 @@ def _is_equal(saved: Plan, captured: Mapping[str, Any]) -> bool:
     return before.keys() == now.keys() and all(
         holds_same(one, other)
         for one, other in (
-            *((before[name], now[name]) for name in now),
+            *((before[name], now[name]) for name in now if name not in ended),
             (saved.rng, own["rng"]),
             (saved.gradients, own["gradients"]),
         )
     )
+
+
+def _has_ended_epoch(obj: Any, state: Any) -> bool:
+    """Return whether a loader has done no more since this state than end its epoch, as it does after the inner loop."""
+    is_at_end_of = getattr(obj, "is_at_end_of", None)
+    return is_at_end_of is not None and bool(is_at_end_of(state))
 
 
 def _only_of(shards: ShardTensors, only: Collection[str] | None) -> ShardTensors:

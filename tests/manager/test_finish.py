@@ -188,6 +188,62 @@ def test_saved_step_with_another_state_is_refused(tmp_path: Path, part: str) -> 
             manager.save(1)
 
 
+def train_and_validate(directory: Path, epochs: int) -> list[tuple[int, int]]:
+    """Save every step within the epochs, and give metrics after each; return (epoch, step) of the validations."""
+    model = torch.nn.Linear(2, 1)
+    loader = safeckpt.ResumableLoader(torch.utils.data.DataLoader(torch.zeros(6, 2), batch_size=2), seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    components = {"model": model, "optimizer": optimizer, "loader": loader}
+    validated = []
+    best = safeckpt.Best("accuracy", "max")
+    with safeckpt.CheckpointManager(directory, components, save_every=1, keep_last=1, keep_best=best) as manager:
+        manager.restore()
+        for epoch in loader.epochs(epochs):
+            for batch in loader:
+                optimizer.zero_grad()
+                model(batch).sum().backward()
+                optimizer.step()
+                manager.end_step(manager.step + 1)
+            manager.save(manager.step, metrics={"accuracy": 1 / manager.step})
+            validated.append((epoch, manager.step))
+    return validated
+
+
+def test_metrics_after_an_epoch_are_recorded_in_its_last_step(tmp_path: Path) -> None:
+    """The loader has ended its epoch since the save, which a resumed run does again, so it is the same state."""
+    assert train_and_validate(tmp_path, 2) == [(0, 3), (1, 6)]
+    assert [(one.step, one.metrics) for one in _checkpoints(tmp_path)] == [
+        (3, {"accuracy": 1 / 3}),
+        (6, {"accuracy": 1 / 6}),
+    ]
+    assert train_and_validate(tmp_path, 3) == [(1, 6), (2, 9)]
+    assert steps_in(tmp_path) == [3, 9]
+
+
+def _checkpoints(directory: Path) -> tuple[safeckpt.Checkpoint, ...]:
+    with safeckpt.CheckpointManager(directory, {"model": torch.nn.Linear(2, 1)}) as manager:
+        return manager.checkpoints()
+
+
+@pytest.mark.parametrize("where", ["epoch left early", "at another epoch", "with a batch left out"])
+def test_saved_step_with_a_loader_elsewhere_is_refused(tmp_path: Path, where: str) -> None:
+    """Only the end of the epoch in which the step was saved is the same place."""
+    loader = safeckpt.ResumableLoader(torch.utils.data.DataLoader(torch.zeros(6, 2), batch_size=2), seed=0)
+    with safeckpt.CheckpointManager(tmp_path, {"loader": loader}) as manager:
+        for number, _ in loader.enumerate():
+            manager.save(number + 1)
+            if number == 1 and where == "epoch left early":
+                break
+        if where == "epoch left early":
+            loader.end_epoch()
+        if where == "at another epoch":
+            loader.seek(2)
+        if where == "with a batch left out":
+            loader.leave_out([(1, 0)])
+        with pytest.raises(safeckpt.StepExistsError):
+            manager.save(manager.step)
+
+
 def test_directory_in_use_is_reported_at_the_first_step(tmp_path: Path) -> None:
     """A forgotten restore() is an error at the first step, not at the first save, many steps later."""
     save_steps(tmp_path, 1)
