@@ -5,7 +5,7 @@ import os
 import pytest
 
 from tests.resume.kills import assert_killed_run_is_the_straight_one
-from tests.resume.scripts import control, generative, images, language, plain
+from tests.resume.scripts import control, generative, images, language, plain, supervised
 
 FAST = [images.train_with_recipe, control.train_dqn]
 SLOW = [
@@ -19,6 +19,16 @@ SLOW = [
     control.train_ppo,
     plain.train_sines,
     plain.train_graph,
+    generative.train_vae_annealing,
+    control.train_sac,
+    supervised.train_word_language_model,
+    supervised.train_siamese,
+    supervised.train_with_plateau,
+    supervised.train_fine_tuning,
+    supervised.train_averaging_at_the_end,
+    supervised.train_contrastive,
+    supervised.train_distilling,
+    supervised.train_by_curriculum,
 ]
 SEED = int(os.environ.get("SAFECKPT_KILLS_SEED", "0"))  # another one dies at other places
 

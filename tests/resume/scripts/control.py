@@ -1,5 +1,6 @@
 """Reinforcement learning in an environment of our own: DQN, PPO, SAC."""
 
+import copy
 import math
 import random
 from collections import deque
@@ -220,3 +221,110 @@ def train_ppo(directory):
             loss = improve(kept, advantages_of(kept))
             manager.end_step(manager.step + 1, loss=loss)
     return now["global_step"]
+
+
+class ReplayBuffer:
+    def __init__(self, size):
+        self.obs = np.zeros((size, 4), dtype=np.float32)
+        self.next_obs = np.zeros((size, 4), dtype=np.float32)
+        self.action = np.zeros((size, 1), dtype=np.float32)
+        self.reward = np.zeros(size, dtype=np.float32)
+        self.done = np.zeros(size, dtype=np.float32)
+        self.place, self.size, self.most = 0, 0, size
+
+    def store(self, obs, action, reward, next_obs, done):
+        self.obs[self.place], self.action[self.place], self.reward[self.place] = obs, action, reward
+        self.next_obs[self.place], self.done[self.place] = next_obs, done
+        self.place = (self.place + 1) % self.most
+        self.size = min(self.size + 1, self.most)
+
+    def sample(self, count):
+        rows = np.random.randint(0, self.size, size=count)
+        return [torch.as_tensor(one[rows]) for one in (self.obs, self.action, self.reward, self.next_obs, self.done)]
+
+
+class SquashedActor(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
+
+    def forward(self, obs):
+        mean, spread = self.net(obs).chunk(2, dim=-1)
+        normal = torch.distributions.Normal(mean, spread.clamp(-5, 2).exp())
+        raw = normal.rsample()
+        log = normal.log_prob(raw) - torch.log(1 - raw.tanh().pow(2) + 1e-6)
+        return raw.tanh(), log.sum(dim=-1)
+
+
+class Critic(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.nets = nn.ModuleList(nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, 1)) for _ in range(2))
+
+    def forward(self, obs, action):
+        return [net(torch.cat([obs, action], dim=-1)).squeeze(-1) for net in self.nets]
+
+
+def train_sac(directory):
+    """Twin critics with targets, a temperature that is learned, a replay buffer of arrays, steps of the environment."""
+    torch.manual_seed(0)
+    np.random.seed(0)
+    env = Pole(seed=3)
+    actor, critic = SquashedActor(), Critic()
+    target = copy.deepcopy(critic).requires_grad_(False)
+    log_alpha = torch.zeros(1, requires_grad=True)
+    optimizers = {
+        "actor": torch.optim.Adam(actor.parameters(), lr=3e-3),
+        "critic": torch.optim.Adam(critic.parameters(), lr=3e-3),
+        "alpha": torch.optim.Adam([log_alpha], lr=3e-3),
+    }
+    buffer = ReplayBuffer(100)
+    now = {"obs": None, "t": 0, "return": 0.0, "returns": []}
+    components = {
+        "actor": actor, "critic": critic, "target": target, "temperature": {"log_alpha": log_alpha}, "env": env,
+        "buffer": vars(buffer), "now": now, **{f"{name}_optimizer": one for name, one in optimizers.items()},
+    }  # fmt: skip
+
+    def update():
+        obs, action, reward, next_obs, done = buffer.sample(16)
+        alpha = log_alpha.exp().detach()
+        with torch.no_grad():
+            following, log = actor(next_obs)
+            backup = reward + 0.99 * (1 - done) * (torch.minimum(*target(next_obs, following)) - alpha * log)
+        loss = sum((value - backup).pow(2).mean() for value in critic(obs, action))
+        optimizers["critic"].zero_grad()
+        loss.backward()
+        optimizers["critic"].step()
+        chosen, log = actor(obs)
+        actor_loss = (alpha * log - torch.minimum(*critic(obs, chosen))).mean()
+        optimizers["actor"].zero_grad()
+        actor_loss.backward()
+        optimizers["actor"].step()
+        optimizers["alpha"].zero_grad()
+        (-log_alpha * (log.detach() - 1.0)).mean().backward()
+        optimizers["alpha"].step()
+        with torch.no_grad():
+            for mine, theirs in zip(target.parameters(), critic.parameters(), strict=True):
+                mine.mul_(0.95).add_(theirs, alpha=0.05)
+        return loss
+
+    with safeckpt.CheckpointManager(directory, components, save_every=5) as manager:
+        if manager.restore() is None:
+            now["obs"] = env.reset()
+        while now["t"] < 80:
+            now["t"] += 1
+            if now["t"] > 25:
+                with torch.no_grad():
+                    action = actor(torch.as_tensor(now["obs"]))[0].item()
+            else:
+                action = np.random.uniform(-1, 1)
+            seen, reward, done = env.step(action)
+            now["return"] += reward
+            buffer.store(now["obs"], action, reward, seen, done)
+            now["obs"] = seen
+            if done:
+                now["returns"].append(now["return"])
+                now["obs"], now["return"] = env.reset(), 0.0
+            if now["t"] > 30:
+                manager.end_step(manager.step + 1, loss=update())
+    return now["returns"]

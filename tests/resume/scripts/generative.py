@@ -236,3 +236,29 @@ def train_diffusion(directory):
     """Diffusion with a moving average that is swapped in for samples."""
     torch.manual_seed(0)
     return DiffusionTrainer(directory, steps=24).train()
+
+
+def train_vae_annealing(directory):
+    """A weight of the divergence that goes up and down again with the steps."""
+    torch.manual_seed(1)
+    loader = safeckpt.ResumableLoader(DataLoader(TensorDataset(digits(256)), batch_size=32, shuffle=True))
+    model = Vae()
+    optimizer = torch.optim.Adamax(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
+    components = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
+    weights = []
+    with safeckpt.CheckpointManager(directory, components, save_every=3) as manager:
+        manager.restore()
+        for _ in loader.epochs(4):
+            for (x,) in loader:
+                beta = min(1.0, (manager.step % 10) / 5)
+                reconstruction, mean, spread = model(x)
+                error = nn.functional.binary_cross_entropy(reconstruction, x.flatten(1), reduction="sum")
+                loss = error - beta * 0.5 * torch.sum(1 + spread - mean.pow(2) - spread.exp())
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                weights.append(beta)
+                manager.end_step(manager.step + 1, loss=loss)
+            scheduler.step()
+    return weights

@@ -69,7 +69,7 @@ class ModelEma(nn.Module):
 
     def __init__(self, model, decay):
         super().__init__()
-        self.module = copy.deepcopy(model).eval().requires_grad_(False)
+        self.module = copy.deepcopy(model).eval()
         self.decay = decay
 
     @torch.no_grad()
@@ -125,6 +125,7 @@ def train_with_recipe(directory):
                 scheduler.step()
                 ema.update(model)
                 manager.end_step(manager.step + 1, loss=loss)
+    return [tensor.sum().item() for tensor in ema.state_dict().values()]
 
 
 class EarlyStopping:
