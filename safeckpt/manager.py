@@ -73,7 +73,6 @@ class CheckpointManager:
         progress: Called as `progress(what, done_bytes, total_bytes)` every few megabytes while a checkpoint is written
             (`"save"`; with `async_save` in the writing thread) and while it is checked before it is restored
             (`"verify"`). What it raises stops the save or restore as any other error does.
-
         save_on_exit: Whether leaving the `with` block without an error saves the last step that ended, when it is not
             saved yet.
 
@@ -262,7 +261,7 @@ class CheckpointManager:
         saves at every step has the same bits as one that never saves.
 
         Args:
-            step: Optimizer steps completed, higher than that of the last save.
+            step: Optimizer steps completed; not lower than at the last call.
             loss: The loss at this step: a number, tensor, NumPy scalar, or a dict or list of them. Has to be finite.
             metrics: Name to number, for `keep_best`; may be NaN, which is never best.
 
@@ -272,7 +271,8 @@ class CheckpointManager:
         Raises:
             NonFiniteError: The loss or a guarded tensor is NaN or Inf. Nothing was written, nothing rotated.
             UnsavableStateError: A value could not be loaded again. Nothing was written.
-            StepExistsError: The step is the last one that was saved or restored.
+            StepExistsError: The step is the last one that was saved or restored, and the state is different now. With
+                the same state that checkpoint is returned, with a new loss or new metrics in it.
             DirectoryInUseError: The directory holds checkpoints that this manager did not restore from.
             DirectoryLockedError: Another writer holds the directory.
             ValueError: The step is lower than one that was saved, restored or ended; or the last restore or rollback

@@ -198,6 +198,15 @@ def compute_another_loss(directory: Path) -> None:
         manager.end_step(5, loss=2.0)
 
 
+@provokes("The objects are built differently than in the run that saved")
+def change_an_argument_of_a_layer(directory: Path) -> None:
+    for p in (0.1, 0.5):
+        with manager_of(directory, {"model": nn.Sequential(nn.Linear(2, 2), nn.Dropout(p))}) as manager:
+            manager.restore()
+            if manager.step == 0:
+                manager.save(1)
+
+
 @provokes("The environment differs from the one that saved")
 def change_the_number_of_threads(directory: Path) -> None:
     run_of(directory)
@@ -281,6 +290,13 @@ def save_without_flock(directory: Path) -> None:
         patched.setattr(fcntl, "flock", flock)
         with manager_of(directory) as manager:
             manager.save(1)
+
+
+@provokes("is a loader that Accelerate has prepared")
+def wrap_a_prepared_loader(directory: Path) -> None:
+    loader = DataLoader(TensorDataset(torch.zeros(4, 4)))
+    loader.base_dataloader = loader  # as in the classes of accelerate.data_loader
+    safeckpt.ResumableLoader(loader)
 
 
 @provokes("something fetches 1 ahead")
