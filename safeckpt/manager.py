@@ -218,6 +218,7 @@ class CheckpointManager:
             finally:
                 self._signals.restore()
                 self._capturer.close()
+                self._steps.close()
                 self._run.close()
 
     def wait(self) -> None:

@@ -8,7 +8,9 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
-__all__ = ["Enumeration", "Iteration", "Mark", "Pass"]
+from safeckpt.system.for_loops import is_asked_by_for_loop
+
+__all__ = ["BeforeNext", "Enumeration", "Iteration", "Mark", "Pass"]
 
 _ticks = itertools.count()
 
@@ -126,10 +128,18 @@ class Pass:
         self.steps += 1
 
 
+class BeforeNext(Protocol):
+    """Called when a loader is asked for its next batch, before it is fetched."""
+
+    def __call__(self, *, in_loop: bool) -> None:
+        """Take notice; `in_loop` where a `for` that has handed out batches before is at its head again."""
+
+
 class Position(Protocol):
     """What an iteration asks of the position it moves."""
 
     running: Pass | None
+    before_next: BeforeNext | None
 
     def enter(self, iteration: Iteration) -> tuple[Pass, Iterator[tuple[int, Any]]]:
         """Begin the pass of an iteration, or go on with it; return it and its (number, batch)."""
@@ -161,6 +171,9 @@ class Iteration:
         if self.ended:
             raise StopIteration
         position, progress = self._position, self.progress
+        if position.before_next is not None:
+            goes_on = progress is not None and position.running is progress
+            position.before_next(in_loop=goes_on and is_asked_by_for_loop())
         if progress is None or position.running is not progress:
             self._deliveries = iter(())  # ends the old workers and what they had prefetched before new ones begin
             progress, self._deliveries = position.enter(self)

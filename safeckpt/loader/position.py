@@ -13,7 +13,7 @@ from typing import Any
 
 from safeckpt.errors import UncapturedStateWarning
 from safeckpt.loader.history import History
-from safeckpt.loader.passes import Iteration, Mark, Pass
+from safeckpt.loader.passes import BeforeNext, Iteration, Mark, Pass
 from safeckpt.loader.source import Snapshot, Source
 from safeckpt.system.warn import warn_caller
 
@@ -45,6 +45,7 @@ class Position:
         left_out: Batches that are not handed out.
         history: Those that were.
         running: The pass that the source works for.
+        before_next: Called when the next batch is asked for.
     """
 
     def __init__(self, source: Source, *, seed: int, ahead: int | None, length: int | None, name: str) -> None:
@@ -62,6 +63,7 @@ class Position:
         self.left_out: set[tuple[int, int]] = set()
         self.history = History()
         self.running: Pass | None = None
+        self.before_next: BeforeNext | None = None
         # What the next pass begins from; None when that is the next epoch, and the samplers are at its start already.
         self._snapshot: Snapshot | None = None
         self._pass: Pass | None = None  # begun from there

@@ -8,6 +8,7 @@ How a loader gets to know of steps, which is all that a manager or a trainer's i
 - `state_dict()`, `check_state(state)`, `load_state_dict(state)`: the position, at any time;
 - `end_micro_step()` when a state is saved within a step, with the gradients of the batches handed out until then;
 - `since_step`: how many batches were handed out since, so that an interrupted step can be told from an ended one;
+- `before_next_batch(callback)`: the moment at which the body of a step is over;
 - `last_batches(k)` and `leave_out(positions)`: for a rollback that passes over what failed.
 
 Without `expect_end_step` every batch that was handed out counts as trained.
@@ -27,7 +28,7 @@ from safeckpt.errors import StateMismatchError
 from safeckpt.loader.factory import make_source
 from safeckpt.loader.inputs import CONVERTIBLE, compare, convert, length_of
 from safeckpt.loader.map_source import MapSource
-from safeckpt.loader.passes import Enumeration
+from safeckpt.loader.passes import BeforeNext, Enumeration
 from safeckpt.loader.position import Position
 from safeckpt.loader.source import logger
 from safeckpt.state.component import class_name
@@ -218,6 +219,14 @@ class ResumableLoader:
     def since_step(self) -> int:
         """How many batches were handed out since the last step ended, those that are fetched ahead included."""
         return self._position.since_step
+
+    def before_next_batch(self, callback: BeforeNext | None) -> None:
+        """Have a function called each time that a batch is asked for, before it is fetched; None for no longer.
+
+        It is called as `callback(in_loop=...)`: True where a `for` that has handed out batches before is at its head
+        again, so that its whole body is behind. A `CheckpointManager` compares the random streams there.
+        """
+        self._position.before_next = callback
 
     # -- state -------------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from safeckpt.run.capturing import Capturer
 from safeckpt.run.catalog import Checkpoint
 from safeckpt.run.run import Run
 from safeckpt.run.saving import Saver
+from safeckpt.run.stream_watch import StreamWatch
 from safeckpt.state.loss import Loss
 from safeckpt.system.warn import warn_caller
 
@@ -92,6 +93,7 @@ class Steps:
         self._pending: BaseException | None = None
         self._unsaved: _Ended | None = None
         self._is_checked = False
+        self._watch = StreamWatch(component.obj for component in run.components.values())
         self._handed_out: deque[tuple[int, dict[str, Any]]] = deque(maxlen=run.membership.ranks.agree_every + 1)
 
     @property
@@ -113,6 +115,7 @@ class Steps:
         self._handed_out.clear()
         self._pending = None
         self._unsaved = None
+        self._watch.end()
 
     def save(self, step: int, loss: Any, metrics: Mapping[str, Any] | None) -> Checkpoint:
         """Save now, after what ranks have refused was raised on all of them."""
@@ -120,6 +123,7 @@ class Steps:
             self._agree(f"saving step {step}", is_due=True)
         checkpoint = self._saver.save(step, Loss.read(loss), metrics)
         self._unsaved = None
+        self._watch.begin(step)
         return checkpoint
 
     def end(self, step: int, loss: Any, metrics: Mapping[str, Any] | None) -> Checkpoint | None:
@@ -143,6 +147,7 @@ class Steps:
                 run.timeline.end(step)  # it was trained, whatever the disk says; the next one tries to save again
                 raise
             self._is_checked, self._unsaved = True, None
+            self._watch.begin(step)
             return checkpoint
         self._check_first(step)
         run.timeline.end(step)
@@ -186,6 +191,10 @@ class Steps:
             )
             return None
         return self._saver.save(unsaved.step, unsaved.loss, unsaved.metrics)
+
+    def close(self) -> None:
+        """Let go of the loaders that are watched."""
+        self._watch.end()
 
     def _warn_unsaved(self, step: int, why: str) -> None:
         saved = self._run.timeline.saved_step
