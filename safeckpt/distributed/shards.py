@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from safeckpt.distributed.group import Group
+from safeckpt.distributed.group import Group, in_group
 from safeckpt.errors import DamagedCheckpointError, LoadError, UnsavableStateError
 from safeckpt.file import SHARD_KEY, ShardFile, placeholder_of
 from safeckpt.state import RESERVED_KEY, Component
@@ -41,8 +41,11 @@ ShardTensors = dict[str, torch.Tensor]  # key to tensor
 
 
 def is_sharded(payload: Mapping[str, Any]) -> bool:
-    """Tell whether a captured payload holds a tensor of which each rank has a part."""
-    return any(hasattr(tensor, "to_local") for _, tensor in named_tensors(payload))
+    """Return whether a captured payload holds a tensor of which each rank has a part.
+
+    Where there is no process group there is no mesh that such a tensor could lie on.
+    """
+    return in_group() and any(hasattr(tensor, "to_local") for _, tensor in named_tensors(payload))
 
 
 def shards_of(payload: Mapping[str, Any]) -> list[str]:
