@@ -51,7 +51,8 @@ class CheckpointManager:
             with `state_dict` and `load_state_dict`, plain dicts of plain values. The random streams of the process
             (Python, NumPy, torch on every device) are always captured.
         keep_last: Newest good checkpoints to keep, 1 or more.
-        keep_best: Which checkpoints to keep for their metrics, one `Best` or several.
+        keep_best: Which checkpoints to keep for their metrics, one `Best` or several. None: as the run that is restored
+            did; `()`: none.
         keep_every: Checkpoints whose step is a multiple of this are kept for good; with a `timedelta`, the newest good
             one of each such period (UTC, by the time in the file).
         save_every: When `end_step` saves: a number of steps (each time a multiple of it is reached or passed), or a
@@ -137,7 +138,8 @@ class CheckpointManager:
         }
         membership = Membership(ranks, settings, files.path)
         run_directory = RunDirectory(files, lock, timeline, membership)
-        pruning = Pruning(files, run_directory.catalog, keep_last, keep_best, keep_every)
+        self._pruning = pruning = Pruning(files, run_directory.catalog, keep_last, keep_best, keep_every)
+        run_directory.rules = pruning.rules
         registered = register(components)
         settings["components"] = {name: component.kind for name, component in registered.items()}
         replay = Replay(files.losses, on_replay_mismatch, run_directory.add_event, lambda: lock.held)
@@ -381,6 +383,9 @@ class CheckpointManager:
             if restored is None:
                 return None
             self._steps.on_restored()
+            if restored.is_whole:
+                self._pruning.adopt(restored.header)
+                self._run.directory.rules = self._pruning.rules
             return restored.checkpoint
 
     # -- rolling back ------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from safeckpt.errors import LoadError, SafeckptWarning
@@ -66,8 +66,39 @@ class Pruning:
             self._policies.append(KeepPeriod(keep_every, self._created_at))
         elif keep_every is not None:
             self._policies.append(KeepEvery(keep_every))
-        for best in _bests(keep_best):
-            self._policies.append(KeepBest(best, functools.partial(self._score, best.metric)))
+        self._is_silent = keep_best is None
+        self._is_unannounced = False
+        self._bests: list[Best] = []
+        self._keep_bests(_bests(keep_best))
+
+    def _keep_bests(self, bests: Sequence[Best]) -> None:
+        self._bests.extend(bests)
+        self._policies.extend(KeepBest(best, functools.partial(self._score, best.metric)) for best in bests)
+
+    @property
+    def rules(self) -> dict[str, Any]:
+        """What is kept for its metrics, for the header of a checkpoint; nothing where that is nothing."""
+        return {"keep_best": [[best.metric, best.mode, best.count] for best in self._bests]} if self._bests else {}
+
+    def adopt(self, header: Mapping[str, Any]) -> None:
+        """Keep the best ones as the run did that saved, where this process was told nothing.
+
+        Args:
+            header: Of the checkpoint that was restored.
+        """
+        if self._is_silent and not self._bests:
+            self._keep_bests([Best(*one) for one in header.get("keep_best", ())])
+            self._is_unannounced = bool(self._bests)
+
+    def announce(self) -> None:
+        """Warn, once and before a save, that the best ones stay though this process was not told to keep them."""
+        if self._is_unannounced:
+            self._is_unannounced = False
+            warn_caller(
+                "This run keeps its best checkpoints, and this manager was made without keep_best: they are kept as "
+                f"before. Write keep_best={self._bests!r}, or keep_best=() if they may be deleted.",
+                SafeckptWarning,
+            )
 
     def prune(self, saved: int) -> list[int]:
         """Delete what no policy keeps and return the steps. What cannot be listed or deleted is a warning.

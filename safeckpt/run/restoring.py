@@ -70,6 +70,7 @@ class _Validated(NamedTuple):
         shards: Tensors of it that the shards have to fill.
         shard_files: Names of the files they are in.
         guard: What has to be finite.
+        header: That of the file.
         is_whole: Whether all components of the checkpoint are in the plan.
         is_resized: Whether the run had another number of processes.
         mapped: The file that the plan reads from.
@@ -80,6 +81,7 @@ class _Validated(NamedTuple):
     shards: ShardTensors
     shard_files: Collection[str]
     guard: Guard
+    header: Mapping[str, Any]
     is_whole: bool
     is_resized: bool
     mapped: Mapped
@@ -97,6 +99,7 @@ class Restored:
         source: Where the state came from, `"disk"` or `"memory"`.
         rejected: Newer checkpoints that were passed over, path to reason.
         steps_before: Steps in the directory before the search; a higher one that came meanwhile is another writer's.
+        header: That of the file; empty where the state came from memory.
     """
 
     checkpoint: Checkpoint
@@ -106,6 +109,7 @@ class Restored:
     source: str = "disk"
     rejected: dict[Path, str] = field(default_factory=dict)
     steps_before: Collection[int] = ()
+    header: Mapping[str, Any] = field(default_factory=dict)
 
 
 class _Search(NamedTuple):
@@ -239,6 +243,7 @@ class Restorer:
                         is_resized=validated.is_resized,
                         rejected=rejected,
                         steps_before=steps_before,
+                        header=validated.header,
                     )
             path = run.directory.files.path_of(step)
             if reason is not None:  # else it was pruned by its writer, which then has committed a newer one
@@ -318,7 +323,8 @@ class Restorer:
             if not isinstance(payload, dict) or not isinstance(payload.get(RESERVED_KEY), dict):
                 raise DamagedCheckpointError(path=file.path, reason="it holds no state of a run")
             try:
-                guard = guard_from_record((file.header() or {})["guard"])
+                header = file.header() or {}
+                guard = guard_from_record(header["guard"])
             except (KeyError, TypeError) as error:
                 reason = "its header does not say what was guarded"
                 raise DamagedCheckpointError(path=file.path, reason=reason) from error
@@ -347,7 +353,7 @@ class Restorer:
         if validated.rng is not None:
             validated.environment.extend(changes)
         is_whole = wanted.only is None or set(payload[RESERVED_KEY]["components"]) <= set(wanted.only)
-        return _Validated(checkpoint, validated, shards, shard_files, guard, is_whole, bool(changes), mapped)
+        return _Validated(checkpoint, validated, shards, shard_files, guard, header, is_whole, bool(changes), mapped)
 
     def _fill(self, validated: _Validated, path: Path) -> None:
         """Read the shards, and let the guard that the state passed when it was saved judge it again.

@@ -34,6 +34,7 @@ class RunDirectory:
         files: The directory.
         lock: The right to write.
         catalog: Its checkpoints.
+        rules: What is kept in it, for the header of each checkpoint.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class RunDirectory:
         self.files = files
         self.lock = lock
         self.catalog = Catalog(files)
+        self.rules: dict[str, Any] = {}
         self._timeline = timeline
         self._membership = membership
         self._shared_by: Group | None = None  # the ranks that are known to see one directory

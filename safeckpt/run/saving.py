@@ -259,6 +259,7 @@ class Saver:
             state: dict[str, Any] = {}
             if group.is_rank_zero:
                 run.directory.enter()
+                self._pruning.announce()
                 if draft.is_sharded:
                     unread = self._pruning.unread(draft.checkpoint.step)
             else:  # a copy: a view would be sent with all of the memory around it

@@ -92,6 +92,7 @@ class FileWriter:
         self._guard = draft.guard
         self._components = components
         self._files = directory.files
+        self._rules = directory.rules
         self._progress = progress
         self._prepared: PreparedFile | None = None
 
@@ -109,7 +110,7 @@ class FileWriter:
         payload = to_cpu(self._payload)
         self._prepared = prepare(
             payload,
-            header=self.checkpoint.header(guard=self._guard),
+            header=self.checkpoint.header(guard=self._guard, **self._rules),
             # Once more in what is written: training may have gone on in another thread since the guard has looked.
             finite=guarded_in(
                 payload, payload[RESERVED_KEY]["components"], self._components, guard_from_record(self._guard)
@@ -181,7 +182,9 @@ class ShardedWriter:
                 )
         payload = {**self._payload}
         payload[RESERVED_KEY] = {**payload[RESERVED_KEY], "files": [list(shard) for shard in self._written]}
-        header = self.checkpoint.header(guard=self._guard, shards=len(self._written), shards_bytes=size)
+        header = self.checkpoint.header(
+            guard=self._guard, **self._directory.rules, shards=len(self._written), shards_bytes=size
+        )
         index = prepare(to_cpu(payload), header=header)
         self._directory.files.write_inside(self._temp / INDEX, index.write, size_bytes=index.size_bytes)
         self.checkpoint = dataclasses.replace(self.checkpoint, size_bytes=size + index.size_bytes)

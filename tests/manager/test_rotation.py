@@ -122,6 +122,28 @@ def test_damage_during_the_run_is_seen_before_a_good_file_goes(tmp_path: Path) -
         assert steps_in(tmp_path) == [2, 3, 4]
 
 
+@pytest.mark.parametrize(("keep_best", "left"), [(None, [1, 4, 5]), ((), [5]), (Best("accuracy", "min"), [3, 5])])
+def test_keep_best_left_out_at_a_resume_keeps_the_best(tmp_path: Path, keep_best: Any, left: list[int]) -> None:
+    """The rule is the run's own until the script gives another one: what was best is not deleted by forgetting it."""
+    run = Marked()
+    best = Best("accuracy", "max", count=2)
+    with manager_of(tmp_path, run, keep_last=1, keep_best=best) as manager:
+        for step, accuracy in ((1, 0.9), (2, 0.1), (3, 0.0)):
+            manager.save(step, metrics={"accuracy": accuracy})
+    for step, accuracy in ((4, 0.8), (5, 0.2)):  # the second time it is the adopted rule that is recorded
+        with manager_of(tmp_path, run, keep_last=1, keep_best=keep_best) as manager:
+            manager.restore()  # without a word: it may be an evaluation, which deletes nothing
+            if keep_best is None:
+                text = (
+                    r"This run keeps its best.*Write keep_best=\[Best\(metric='accuracy', mode='max', count=2\)\], or"
+                )
+                with pytest.warns(safeckpt.SafeckptWarning, match=text):
+                    manager.save(step, metrics={"accuracy": accuracy})
+            else:
+                manager.save(step, metrics={"accuracy": accuracy})
+    assert steps_in(tmp_path) == left
+
+
 def test_damaged_best_is_not_the_best(tmp_path: Path) -> None:
     """When the best file is damaged the next best one is kept."""
     run = Marked()
