@@ -122,7 +122,7 @@ class CountersComponent(Component):
 
     def parameter_names(self) -> dict[str, torch.Tensor]:
         """Return the tensors that are trained, such as a learned temperature that belongs to no module."""
-        return {name: tensor for name, tensor in self._tensors() if tensor.requires_grad}
+        return {name: tensor for name, tensor in self._tensors() if tensor.requires_grad and tensor.is_leaf}
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         return named_tensors(to_plain(self.obj, self.name)[0], self.name)
@@ -177,6 +177,8 @@ def _kind_of(value: Any) -> str:
 
 def _filled(live: Any, saved: Any) -> Any:
     """Return what takes the place of a live value: itself, with the saved contents, wherever that is possible."""
+    if isinstance(live, torch.Tensor) and not live.is_leaf:
+        return saved  # computed, such as a hidden state: its graph belongs to the step that made it
     if isinstance(live, torch.Tensor) and _fits(live, saved):
         with torch.no_grad():
             fill_special(live.detach(), saved) if is_special(live) else live.copy_(saved)

@@ -345,6 +345,20 @@ def test_trained_tensor_in_a_dict_goes_on_bit_for_bit(memory_path):
     assert slots[-1]["name"] == "learned.temperature"
 
 
+def test_hidden_state_with_a_graph_is_no_trained_tensor(tmp_path):
+    """A computed tensor in a dict comes back without its graph, whatever shape the next step left there."""
+    network = torch.nn.RNN(2, 3)
+    carried = {"hidden": None}
+    with CheckpointManager(tmp_path, {"network": network, "carried": carried}) as manager:
+        _, carried["hidden"] = network(torch.ones(4, 5, 2))
+        saved = carried["hidden"].detach().clone()
+        manager.save(1)
+        _, carried["hidden"] = network(torch.ones(4, 2, 2))
+        manager.rollback()
+    assert torch.equal(carried["hidden"], saved)
+    assert not carried["hidden"].requires_grad
+
+
 def test_capturing_changes_none_of_them():
     """A capture is a look at scalers, averages, objects and dicts alike."""
     model = Net()

@@ -58,8 +58,8 @@ def train_word_language_model(directory):
         return source[start : start + size], source[start + 1 : start + 1 + size].reshape(-1)
 
     def loss_of(x, y, hidden):
-        out, hidden = model(x, hidden)
-        return nn.functional.cross_entropy(out.view(-1, VOCABULARY), y), tuple(one.detach() for one in hidden)
+        out, hidden = model(x, hidden and tuple(one.detach() for one in hidden))
+        return nn.functional.cross_entropy(out.view(-1, VOCABULARY), y), hidden
 
     @torch.no_grad()
     def evaluate():
