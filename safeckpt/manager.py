@@ -27,7 +27,7 @@ from safeckpt.run import (
     Timeline,
     Wanted,
 )
-from safeckpt.run.arguments import checked_names, checked_step
+from safeckpt.run.arguments import checked_names, checked_notes, checked_step
 from safeckpt.run.catalog import Checkpoint
 from safeckpt.run.pruning import Pruning
 from safeckpt.run.schedule import SaveSchedule
@@ -77,6 +77,9 @@ class CheckpointManager:
         save_on_exit: Whether leaving the `with` block without an error saves the last step that ended, when it is not
             saved yet.
 
+        notes: Plain values that are kept with each checkpoint and never restored, such as `vars(args)`. `safeckpt show`
+            prints them; those that differ at a restore are an `EnvironmentChangedWarning`.
+
     Raises:
         TypeError: An argument or a component is of a kind that is not accepted; the text names those that are.
         ValueError: An argument is out of range.
@@ -114,6 +117,7 @@ class CheckpointManager:
         ranks: Ranks = Ranks(),  # noqa: B008 - frozen
         progress: Callable[[str, int, int], object] | None = None,
         save_on_exit: bool = True,
+        notes: Mapping[str, Any] | None = None,
     ) -> None:
         _check_options(
             guard=guard,
@@ -135,11 +139,13 @@ class CheckpointManager:
             "grads": grads,
             "max_rollbacks": max_rollbacks,
             "ranks": ranks,
+            "notes": checked_notes(notes),
         }
         membership = Membership(ranks, settings, files.path)
         run_directory = RunDirectory(files, lock, timeline, membership)
         self._pruning = pruning = Pruning(files, run_directory.catalog, keep_last, keep_best, keep_every)
         run_directory.rules = pruning.rules
+        run_directory.notes = settings["notes"]
         registered = register(components)
         settings["components"] = {name: component.kind for name, component in registered.items()}
         replay = Replay(files.losses, on_replay_mismatch, run_directory.add_event, lambda: lock.held)

@@ -56,6 +56,7 @@ def described(checkpoint: Checkpoint) -> dict[str, Any]:
         "loss": checkpoint.loss,
         "metrics": dict(checkpoint.metrics),
         "run_id": checkpoint.run_id,
+        "notes": dict(checkpoint.notes),
     }
 
 

@@ -42,6 +42,7 @@ class Checkpoint:
         size_bytes: Size of the file; 0 in what an asynchronous `save` returns, before the file is laid out. It does
             not count when two are compared.
         run_id: Random name of the run; the same for all checkpoints that were resumed from each other.
+        notes: The notes given to the `CheckpointManager` that saved it.
     """
 
     step: int
@@ -51,6 +52,7 @@ class Checkpoint:
     created_at: dt.datetime
     size_bytes: int = field(compare=False)
     run_id: str
+    notes: Mapping[str, Any] = field(default_factory=dict)
 
     def header(self, **more: Any) -> dict[str, Any]:
         """Return what is written into the file's header, which a listing reads without touching a tensor."""
@@ -60,6 +62,7 @@ class Checkpoint:
             "metrics": to_json(dict(self.metrics)),
             "created_at": self.created_at.strftime(_TIME),
             "run_id": self.run_id,
+            **({"notes": dict(self.notes)} if self.notes else {}),
             **more,
         }
 
@@ -79,6 +82,7 @@ class Checkpoint:
                 created_at=dt.datetime.strptime(header["created_at"], _TIME).replace(tzinfo=dt.UTC),
                 size_bytes=size_bytes,
                 run_id=str(header["run_id"]),
+                notes=dict(header.get("notes", {})),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DamagedCheckpointError(path=path, reason=f"its header is not a checkpoint's ({error!r})") from error

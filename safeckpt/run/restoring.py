@@ -41,6 +41,7 @@ from safeckpt.errors import (
     RestoreError,
 )
 from safeckpt.file import CheckpointFolder, Mapped
+from safeckpt.run.arguments import note_changes
 from safeckpt.run.catalog import Checkpoint, OpenCheckpoint, Rejection, warn_skipped
 from safeckpt.run.run import Run
 from safeckpt.run.writers import MemoryCopy
@@ -165,15 +166,25 @@ class Restorer:
                 run.replay.on_restored(
                     checkpoint.step,
                     same=self._is_same_run(wanted, restored),
-                    changed=restored.plan.environment,
+                    changed=[*restored.plan.environment, *self._note_changes(checkpoint)],
                 )
         else:
             if run.is_rank_zero:
                 run.replay.on_diverged(run.timeline.saved_step)
             run.timeline.restored_in_part(sorted(only or ()))
         self.report(restored, "restored", only=None if only is None else list(only))
+        if restored.is_whole and (changes := self._note_changes(checkpoint)):
+            text = "\n  ".join(changes)
+            warn_caller(
+                f"The notes differ from those of the run that saved {checkpoint.path.name} (saved -> now):\n  {text}\n"
+                "What was restored is that run. To start another one, give it a directory of its own.",
+                EnvironmentChangedWarning,
+            )
         _log.info("restored step %d from %s", checkpoint.step, checkpoint.path)
         return restored
+
+    def _note_changes(self, checkpoint: Checkpoint) -> list[str]:
+        return note_changes(checkpoint.notes, self._run.directory.notes)
 
     def _is_same_run(self, wanted: Wanted, restored: Restored) -> bool:
         """Return whether the losses that follow are those on record."""

@@ -35,6 +35,7 @@ class RunDirectory:
         lock: The right to write.
         catalog: Its checkpoints.
         rules: What is kept in it, for the header of each checkpoint.
+        notes: What else the script wants to have there.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class RunDirectory:
         self.lock = lock
         self.catalog = Catalog(files)
         self.rules: dict[str, Any] = {}
+        self.notes: dict[str, Any] = {}
         self._timeline = timeline
         self._membership = membership
         self._shared_by: Group | None = None  # the ranks that are known to see one directory
