@@ -298,11 +298,16 @@ class Saver:
                 self._memory = MemoryCopy(writer.checkpoint.step, payload)
         background = group.for_background()
         checkpoint = writer.checkpoint
-        self._run.timeline.start_save(checkpoint.step)
-        self._background.start(
-            functools.partial(self._write_in_background, background, what, writer),
-            f"the save of step {checkpoint.step}",
-        )
+        timeline = self._run.timeline
+        timeline.expect_save(checkpoint.step)
+        job = functools.partial(self._write_in_background, background, what, writer)
+        try:
+            self._background.start(job, f"the save of step {checkpoint.step}")
+        except BaseException:
+            if not self._background.busy:  # interrupted before the thread began
+                timeline.fail_save()
+            raise
+        timeline.end(checkpoint.step)
         return checkpoint
 
     def _write_in_background(self, group: Group, what: str, writer: Writer) -> None:

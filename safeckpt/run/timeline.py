@@ -105,10 +105,9 @@ class Timeline:
         self._step = step
         self._has_progress = True
 
-    def start_save(self, step: int) -> None:
-        """Note that a step is being written in the background: the next steps do not ask for it again."""
+    def expect_save(self, step: int) -> None:
+        """Note that a step is about to be written in the background: the next steps do not ask for it again."""
         self._schedule.restart(step)
-        self.end(step)
 
     def fail_save(self) -> None:
         """Note that a write in the background failed: the next step asks for a save again."""
