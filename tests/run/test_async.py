@@ -322,6 +322,25 @@ def test_interpreter_that_exits_finishes_the_write(tmp_path: Path) -> None:
     assert temps_in(tmp_path) == []
 
 
+_AT_EXIT = """
+import atexit, sys, torch, safeckpt
+
+model = torch.nn.Linear(4, 4)
+manager = safeckpt.CheckpointManager(sys.argv[1], {"model": model}, async_save=True)
+atexit.register(lambda: manager.save(1))
+"""
+
+
+def test_save_in_an_exit_handler_is_written(tmp_path: Path) -> None:
+    """A save that an `atexit` handler begins is whole on disk, though no thread can be started any more."""
+    command = [sys.executable, "-W", "ignore", "-c", _AT_EXIT, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    found = safeckpt.latest(tmp_path)
+    assert found is not None
+    assert found.step == 1
+
+
 @pytest.mark.slow
 def test_write_that_fails_while_the_interpreter_exits_is_reported(tmp_path: Path) -> None:
     """Nobody can be handed the error any more, so it is on the standard error stream; no part of a file is left."""
