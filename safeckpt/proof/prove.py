@@ -227,7 +227,14 @@ class _Proof:
             in_process=in_process,
             components=first.components,
             not_compared=unimportant if deterministic else [],
-            notes=_notes([*undisturbed, *(resumed for _, _, resumed in pairs)]),
+            notes=[
+                *_notes([*undisturbed, *(resumed for _, _, resumed in pairs)]),
+                *(
+                    ["the loss is the same at every step, so equal losses prove nothing: return the loss of the step"]
+                    if _is_constant(first.losses)
+                    else []
+                ),
+            ],
             environment=first.environment,
         )
         return self._with_ablations(report, kills[0]) if ablations else report
@@ -276,6 +283,10 @@ def _loss_differences(records: Sequence[Record]) -> list[float]:
         )
         for index, loss in enumerate(first.losses)
     ]
+
+
+def _is_constant(losses: Sequence[Any]) -> bool:
+    return len(losses) > 1 and all(first_index([losses[0]], [loss]) is None for loss in losses[1:])
 
 
 def _notes(records: Sequence[Record]) -> list[str]:

@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import pytest
+import torch
 
 import safeckpt
 from tests.proof import loops
@@ -370,3 +371,18 @@ def test_argument_out_of_range_is_refused(arguments: dict[str, Any], match: str)
 
     with pytest.raises((TypeError, ValueError), match=match):
         prove(build, loops.small_step, **arguments)
+
+
+def test_constant_loss_is_noted() -> None:
+    """Losses that are all the same are equal after any resume, and the report says that they prove nothing."""
+
+    def build() -> dict[str, Any]:
+        model = torch.nn.Linear(3, 1)
+        return {"model": model}
+
+    report = safeckpt.prove_resume(build, lambda _: 1.0, steps=4, kill_at=2, in_process=True)
+    note = "the loss is the same at every step, so equal losses prove nothing: return the loss of the step"
+    assert report.notes == [note]
+    assert "prove nothing" in str(report)
+    report = safeckpt.prove_resume(build, lambda _: torch.rand(1), steps=4, kill_at=2, in_process=True)
+    assert report.notes == []
