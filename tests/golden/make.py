@@ -99,7 +99,7 @@ def write_group(folder: Path, kind: str) -> None:
 
 
 def _tidy(folder: Path) -> None:
-    for name in (".writer.lock", "events.jsonl", "losses.log"):
+    for name in (".writer.lock", ".writer.json", "events.jsonl", "losses.log"):
         (folder / name).unlink(missing_ok=True)
 
 
