@@ -171,6 +171,10 @@ class Capturer:
         if loss.nonfinite is not None:
             raise self._refusal(step, loss, GuardResult([], []))
 
+    def refuse_written(self, step: int, error: NonFiniteError) -> NonFiniteError:
+        """Note that NaN or Inf came into a state after the guard, and return the error to raise."""
+        return self._refusal(step, Loss.read(None), GuardResult(list(error.tensors), []))
+
     def close(self) -> None:
         """Let go of the optimizers that are watched."""
         self._gradients.close()

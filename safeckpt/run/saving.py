@@ -357,6 +357,8 @@ class Saver:
             with run.replay.committing(checkpoint.step):
                 writer.commit()
             self._record(checkpoint)
+        except NonFiniteError as error:
+            raise self._capturer.refuse_written(checkpoint.step, error) from error
         except StepExistsError:
             raise
         except BaseException:

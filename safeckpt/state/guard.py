@@ -100,13 +100,18 @@ def guarded_tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, torch.Te
             yield name, leaf
         elif isinstance(leaf, np.ndarray):
             if leaf.dtype.kind in "fc" and leaf.dtype.itemsize <= _WIDEST[leaf.dtype.kind]:
-                # A copy: torch takes no memory that is read-only, runs backwards or has the other byte order.
-                yield name, torch.from_numpy(leaf.astype(leaf.dtype.newbyteorder("="), order="C"))
+                yield name, torch.from_numpy(_native(leaf))
         elif isinstance(leaf, torch.TypedStorage):
             yield name, torch.empty(0, dtype=leaf.dtype, device=leaf.device).set_(leaf)
         elif isinstance(leaf, torch.nn.Module):
             for owned in (leaf.named_parameters(), leaf.named_buffers()):
                 yield from ((join(name, key), tensor) for key, tensor in owned)
+
+
+def _native(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return an array itself, or a copy: torch takes no memory that is read-only, runs backwards or is swapped."""
+    native = np.asarray(array).astype(array.dtype.newbyteorder("="), order="C", copy=False)
+    return native if native.flags.writeable and native.flags.aligned else native.copy()
 
 
 def nonfinite_floats(tree: Any, prefix: str = "", *, infinite: bool = True) -> Iterator[tuple[str, torch.Tensor]]:

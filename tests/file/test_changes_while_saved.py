@@ -14,6 +14,7 @@ from tests.file.states import NAMES, corpus, loaded
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse (CSR|BSR|CSC|BSC) tensor support:UserWarning"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning"),
 ]
 
 NAN, INF = float("nan"), float("inf")
@@ -89,6 +90,32 @@ def test_tensor_that_nobody_guards_may_hold_nan():
     buffer = io.BytesIO()
     prepare(encode([base, base[1:3]]), finite=[("part", base[1:3])]).write(buffer)
     assert_same(loaded(buffer.getvalue()), [base, base[1:3]])
+
+
+@pytest.mark.parametrize(
+    ("state", "name"),
+    [
+        (lambda base: {"views": [base[:400], base[300:]]}, "views.0, views.1"),
+        (lambda base: {"array": base.numpy()}, "array"),
+        (lambda base: {"tied": [base, base.view(-1)]}, "tied.0"),
+    ],
+    ids=["views", "array", "tied"],
+)
+def test_nan_that_arrives_in_shared_memory_is_refused(state, name, tmp_path, monkeypatch):
+    """Views that together are all of a record, and the memory of a NumPy array, are looked at as well."""
+    base = torch.ones(1000)
+    real = disk.create
+
+    def poisoned(target):
+        base[350] = NAN
+        return real(target)
+
+    monkeypatch.setattr(disk, "create", poisoned)
+    with pytest.raises(NonFiniteError) as caught:
+        safeckpt.save(state(base), tmp_path / "state.pt")
+    (found,) = caught.value.tensors
+    assert (found.name, found.first_index) == (name, (350,))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_drop_in_keeps_the_old_file_when_nan_arrives_during_the_save(tmp_path, monkeypatch):

@@ -507,3 +507,53 @@ def test_close_gives_the_directory_back(tmp_path: Path) -> None:
         manager.restore()
         manager.save(2)
     assert not (tmp_path / names.HOLDER).exists()
+
+
+# -- what happens during a save --------------------------------------------------------------------------------------
+
+
+def test_nan_that_arrives_after_the_guard_is_refused_and_can_be_rolled_back(tmp_path: Path) -> None:
+    """The last finite checkpoint stays, the refusal is in the history, and the run goes on from there."""
+    run = Marked()
+
+    def poison(operation: Any, call: Any) -> Any:
+        if operation.kind == "create":
+            run.poison()
+        return call()
+
+    with manager_of(tmp_path, run, keep_last=1) as manager:
+        run.step = 1
+        manager.save(1)
+        before = checkpoint_files(tmp_path)
+        run.step = 2
+        with intercept(poison), pytest.raises(safeckpt.NonFiniteError, match="Step 2 was not saved") as caught:
+            manager.save(2)
+        assert [tensor.name for tensor in caught.value.tensors] == ["model.value"]
+        assert "step 1 is in" in str(caught.value)
+        assert checkpoint_files(tmp_path) == before
+        assert [event["step"] for event in events_in(tmp_path, "refused")] == [2]
+        manager.rollback(changed=True)
+        assert run.step == 1
+        run.step = 2
+        manager.save(2)
+    assert steps_in(tmp_path) == [2]
+
+
+def test_file_that_cannot_be_read_back_is_not_committed(tmp_path: Path) -> None:
+    """Where the disk returns other bytes than were written, the checkpoint before stays."""
+    run = Marked()
+
+    def flip_the_end(operation: Any, call: Any) -> Any:
+        if operation.kind == "write" and operation.data is not None and b"SAFECKPT" in operation.data:
+            file, data = call.args
+            return file.write(bytes([*bytes(data)[:-30], bytes(data)[-30] ^ 1, *bytes(data)[-29:]]))
+        return call()
+
+    with manager_of(tmp_path, run, keep_last=1) as manager:
+        manager.save(1)
+        before = checkpoint_files(tmp_path)
+        with intercept(flip_the_end), pytest.raises(safeckpt.UnsavableStateError, match="cannot be read back"):
+            manager.save(2)
+        assert checkpoint_files(tmp_path) == before
+        manager.save(2)
+    assert steps_in(tmp_path) == [2]

@@ -92,7 +92,7 @@ def pickle_payload(payload: object, protocol: int = 2, finite: Iterable[tuple[st
     first = _Collector()
     first.dump(payload)
     first.storages.check_types()
-    mark_guarded((name, tensor, first.spans[id(tensor)][0]) for name, tensor in finite if id(tensor) in first.spans)
+    mark_guarded(finite, first.spans, first.storages.spans)
     buffer = io.BytesIO()
     second = _Pickler(buffer, first, fix_imports=protocol < 3)
     second.dump(payload)

@@ -14,12 +14,13 @@ import numpy as np
 import torch
 
 from safeckpt.errors import NonFiniteError, NonFiniteTensor
-from safeckpt.file.writing.spans import Guarded
+from safeckpt.file.writing.spans import Guarded, view_of
+from safeckpt.system.tensor_kind import is_plain
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from safeckpt.file.writing.spans import Span
+    from safeckpt.file.writing.spans import Span, View
 
 __all__ = ["SecondLook", "mark_guarded", "refuse_nonfinite"]
 
@@ -127,9 +128,54 @@ def _magnitudes(data: bytes | memoryview, bits: _Bits) -> np.ndarray:
     return magnitudes
 
 
-def mark_guarded(spans: Iterable[tuple[str, torch.Tensor, Span]]) -> None:
-    """Note which records hold one tensor that the guard found finite, and nothing but its elements."""
-    for name, tensor, span in spans:
-        if tensor.dtype in _BITS and span.nbytes == tensor.nbytes and span.nbytes:
+def mark_guarded(
+    finite: Iterable[tuple[str, torch.Tensor]], by_id: Mapping[int, tuple[Span, View]], spans: Iterable[Span]
+) -> None:
+    """Note which records hold nothing but elements of tensors that the guard found finite.
+
+    Args:
+        finite: Names and tensors that the guard has looked at.
+        by_id: Records by the identity of their tensors, and where these are in them.
+        spans: All records.
+    """
+    by_address: dict[int, Span] | None = None  # for tensors made of NumPy arrays, each time anew
+    found: dict[Span, list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in finite:
+        if tensor.dtype not in _BITS or not is_plain(tensor) or not tensor.numel():
+            continue
+        span, _ = by_id.get(id(tensor), (None, None))
+        if span is None:
+            if by_address is None:
+                by_address = {one.storage.data_ptr() + one.low: one for one in spans if one.nbytes}
+            span = by_address.get(tensor.data_ptr())
+        if span is not None:
+            found.setdefault(span, []).append((name, tensor))
+    for span, tensors in found.items():
+        if _fill(span, [tensor for _, tensor in tensors]):
+            span.guarded = _guarded(span, tensors)
+
+
+def _fill(span: Span, tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether tensors of one dtype leave no byte of a record to anything else."""
+    start, dtype = span.storage.data_ptr(), tensors[0].dtype
+    same = [one for one in tensors if one.dtype == dtype and one.untyped_storage().data_ptr() == start]
+    dense = (
+        (view.low, view.high)
+        for view, one in zip(map(view_of, same), same, strict=True)
+        if view.high - view.low == one.nbytes
+    )
+    end = span.low
+    for low, high in sorted(dense):
+        if low > end:
+            break
+        end = max(end, high)
+    return end == span.high
+
+
+def _guarded(span: Span, tensors: Sequence[tuple[str, torch.Tensor]]) -> Guarded:
+    for name, tensor in tensors:
+        if tensor.nbytes == span.nbytes:
             shape = tuple(tensor.size()) if tensor.is_contiguous() else (tensor.numel(),)
-            span.guarded = Guarded(name, shape, tensor.dtype)
+            return Guarded(name, shape, tensor.dtype)
+    first = tensors[0][1]
+    return Guarded(", ".join(name for name, _ in tensors[:3]), (span.nbytes // first.element_size(),), first.dtype)

@@ -16,7 +16,7 @@ from safeckpt.system.tensor_kind import span_of
 from safeckpt.system.torch_private import BYTES_DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     import torch
 
@@ -137,6 +137,11 @@ class UsedStorages:
 
     def __init__(self) -> None:
         self._spans: dict[tuple[int, torch.dtype | None], Span] = {}
+
+    @property
+    def spans(self) -> Iterable[Span]:
+        """The records so far."""
+        return self._spans.values()
 
     def add(self, storage: torch.UntypedStorage, view: View) -> Span:
         """Take note of a tensor, and return the record that it will be found in."""
