@@ -94,8 +94,8 @@ class HiddenState:
         self, owner: str, layers: Mapping[str, nn.Module], before: Mapping[str, Mapping[str, Any]]
     ) -> Iterator[tuple[str, str]]:
         for path, module in layers.items():
-            if is_of_torch(module):
-                continue
+            if is_of_torch(module) or type(module).get_extra_state is not nn.Module.get_extra_state:
+                continue  # which of its attributes are in the state of its own, only it knows
             name = join(owner, path)
             now = self._attributes[name] = plain_attributes(module, (bool, int, float))
             for key, value in now.items():

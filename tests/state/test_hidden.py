@@ -120,3 +120,28 @@ def test_layer_that_nothing_changes_is_not_named():
     assert hidden.changed(capture(registered).parts) == []
     model.train()
     assert hidden.changed(capture(registered).parts) == []
+
+
+class Kept(nn.Linear):
+    """A layer that has its counter in its state."""
+
+    calls = 0
+
+    def get_extra_state(self):
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state):
+        self.calls = state["calls"]
+
+
+def test_attribute_of_a_module_with_a_state_of_its_own_is_not_named(memory_path):
+    """What get_extra_state returns is in the checkpoint, and comes back."""
+    model = Kept(2, 2)
+    components = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    with CheckpointManager(memory_path, components) as manager:
+        for step in (1, 2, 3):
+            model.calls = step
+            manager.save(step)
+        model.calls = 9
+        manager.restore()
+    assert model.calls == 3
