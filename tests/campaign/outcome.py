@@ -30,6 +30,8 @@ CLASSES: tuple[str, ...] = (
     "hostile",
     "fuzz",
     "machine",
+    "changing",
+    "failing",
     "chaos",
     "long_run",
 )  # modules beside this one, in the order of the report

@@ -28,7 +28,7 @@ from safeckpt.run.pruning import Pruning
 from safeckpt.store import directory as directory_module
 from safeckpt.store import disk
 from safeckpt.store.lock import WriterLock
-from tests.campaign import crash_points, disk_errors, interrupts, kills, writers_readers
+from tests.campaign import changing, crash_points, disk_errors, failing, interrupts, kills, writers_readers
 from tests.campaign.outcome import FoundError, Outcome, alone, run, scratch
 
 SEED = 7
@@ -239,6 +239,25 @@ def _forget_nothing() -> None:
     Catalog.forget = lambda self, path: None  # type: ignore[method-assign]
 
 
+def _look_once() -> None:
+    """Trust what the guard saw a moment ago."""
+    pickling: Any = importlib.import_module("safeckpt.file.writing.pickling")
+    pickling.mark_guarded = lambda *_: None
+
+
+def _write_live_memory() -> None:
+    """Take a checksum of the live memory, and write it a moment later."""
+    snapshots: Any = importlib.import_module("safeckpt.file.writing.snapshots")
+    pieces = snapshots._pieces
+    snapshots._pieces = lambda *arguments: ((memory, True, look) for memory, _, look in pieces(*arguments))
+
+
+def _put_nothing_back() -> None:
+    """Leave the objects as a failed restore left them, and say that they are as before."""
+    state_snapshot: Any = importlib.import_module("safeckpt.state.snapshot")
+    state_snapshot._put_back = lambda before, begun: []
+
+
 def _locked() -> Outcome:
     outcome = Outcome("a held lock")
     with scratch() as folder:
@@ -270,6 +289,9 @@ CHECKS: dict[str, Callable[[], Outcome]] = {
     "failing create": lambda: disk_errors.around("save and prune", "create"),
     "failing write": lambda: disk_errors.around("save and prune", "write"),
     "failing sync": lambda: disk_errors.around("save and prune", "sync"),
+    "NaN at an operation": lambda: changing.around("sync", "parameter"),
+    "change at an operation": lambda: changing.around("drop-in", "large parameter"),
+    "raising restore": lambda: failing.around("optimizer"),
     "held lock": _locked,
     "save in the middle of a look": lambda: _between("latest"),
     "save in the middle of a restore": lambda: _between("restore"),
@@ -297,6 +319,9 @@ MUTATIONS: list[tuple[Callable[[], None], str, str]] = [
     (_ignore_write_error, "failing write", "cannot be read back"),
     (_keep_temporary_file, "failing sync", "a temporary file was left"),
     (_prune_before_commit, "failing create", "holds no checkpoint, but its history says"),
+    (_look_once, "NaN at an operation", r"model\.small holds \[nan\]"),
+    (_write_live_memory, "change at an operation", "are not those that were written"),
+    (_put_nothing_back, "raising restore", "it has changed .*moments"),
     (_no_lock, "held lock", "a second writer has saved"),
     (_list_once, "save in the middle of a look", "nothing was found"),
     (_take_strangers_for_own, "save in the middle of a restore", r"steps \[1\] were there, now \[2, 3\]"),
