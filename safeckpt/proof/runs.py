@@ -156,8 +156,10 @@ class _Run:
         self._record.moments[step] = Moment(captured_leaves(self._components), self._live.leaves())
 
     def _restore(self, manager: CheckpointManager, restore: Restore | None) -> None:
-        if self._job.leave_out is not None:
-            manager.restore(only=[name for name in (*self._components, "rng") if name != self._job.leave_out])
+        if self._job.leave_out == "rng":
+            manager.restore(only=tuple(self._components))
+        elif self._job.leave_out is not None:
+            manager.restore(fresh=(self._job.leave_out,))
         elif restore is None:
             manager.restore()
         else:

@@ -224,6 +224,7 @@ def plan(
     fresh_entries = _entries_by_component(fresh)
     _refuse_unknown_fresh(fresh_entries, components)
     wanted = [name for name in _wanted(components, own["components"], only, fresh, path) if name not in fresh]
+    is_partial = only is not None and not set(own["components"]) <= set(only)
     rng = own[_RNG] if only is None or _RNG in only else None
     found: list[str] = []
     parts: list[tuple[Component, Captured]] = []
@@ -239,7 +240,7 @@ def plan(
             captured = Captured(payload[name], kept, transfer)
             if name in fresh_entries:
                 captured = _keep_entries(component, captured, fresh_entries[name])
-            if only is not None and isinstance(component, ModuleComponent):
+            if is_partial and isinstance(component, ModuleComponent):
                 captured = component.keep_modes(captured)  # to evaluate in eval mode, for one
             found += component.check(captured)
             parts.append((component, captured))
@@ -247,7 +248,7 @@ def plan(
             found += RngStreams.check(rng)
         found += _check_ties(own["ties"], parts)
         found += _check_gradients(own["gradients"], parts)
-        if only is not None:
+        if is_partial:
             found += _check_drivers([component for component, _ in parts], components)
         if found:
             raise StateMismatchError(mismatches=found, path=path)

@@ -135,7 +135,7 @@ def test_generator_of_another_algorithm_is_refused():
     Philox.__qualname__ = "Private"
     live = ResumableLoader(dataloader("sequential", sampler=Philox()))
     found = live.check_state(ResumableLoader(dataloader("custom, own generator")).state_dict())
-    assert found == ["sampler.sampler.generator: saved from PCG64, the live generator is Philox"]
+    assert found == ["sampler.sampler.generator: saved algorithm PCG64, live algorithm Philox"]
 
 
 def test_checking_draws_nothing_and_changes_nothing():

@@ -158,10 +158,14 @@ def test_guard_that_is_nonsense_is_refused(patterns: Any) -> None:
 
 
 def test_untrained_parameters_are_a_warning(tmp_path: Path) -> None:
-    """A model whose optimizer is not registered is a silent wrong resume: the warning names the parameters."""
+    """A model whose optimizer is not registered is a silent wrong resume: the first save names the parameters."""
     net = nn.Linear(2, 1)
-    with pytest.warns(safeckpt.UncapturedStateWarning, match=r"model\.weight"):
-        CheckpointManager(tmp_path, {"model": net}).close()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with CheckpointManager(tmp_path, {"model": net}) as manager:
+        net(torch.ones(2)).sum().backward()
+        optimizer.step()
+        with pytest.warns(safeckpt.UncapturedStateWarning, match=r"model\.weight"):
+            manager.save(1)
 
 
 def test_refused_manager_leaves_no_hook(tmp_path: Path) -> None:

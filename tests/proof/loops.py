@@ -114,7 +114,10 @@ def train_step(c: Components) -> float:
 
 
 def restore_without(manager: safeckpt.CheckpointManager, c: Mapping[str, Any], *, name: str) -> None:
-    manager.restore(only=[one for one in (*c, "rng") if one != name])
+    if name == "rng":
+        manager.restore(only=tuple(c))
+    else:
+        manager.restore(fresh=(name,))
 
 
 def restore_then_evaluate(manager: safeckpt.CheckpointManager, c: Mapping[str, Any]) -> None:
