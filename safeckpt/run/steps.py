@@ -182,7 +182,9 @@ class Steps:
             return None
         if unsaved.step == run.timeline.saved_step:
             return None
-        if run.timeline.refusal is not None or self._pending is not None:
+        if run.group.size > 1:  # what one rank has refused is raised on all, which would wait for it in the save
+            self._agree(f"saving step {unsaved.step} at the end", is_due=True)
+        if run.timeline.refusal is not None:
             self._warn_unsaved(unsaved.step, "a later step was refused")
             return None
         if self._capturer.optimizer_steps != unsaved.optimizer_steps:

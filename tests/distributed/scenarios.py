@@ -109,6 +109,19 @@ def nan_tensor_on_one_rank(path: Path, kind: Kind) -> Any:
 
 
 @scenario
+def refusal_of_one_rank_at_the_end(path: Path, kind: Kind) -> Any:
+    run = Run(kind)
+    manager = manager_of(run, path, ranks=safeckpt.Ranks(20.0, agree_every=100))
+
+    def end() -> None:
+        with manager:
+            manager.save(1)
+            manager.end_step(2, loss=float("nan") if rank() == 1 else 0.5)
+
+    return outcome(end), latest(path)
+
+
+@scenario
 def nan_loss_on_one_rank_at_a_step(path: Path, kind: Kind) -> Any:
     """The rank with the bad loss goes on with the others until all of them meet, and then all refuse that step."""
     run = Run(kind)

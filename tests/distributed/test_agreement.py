@@ -12,7 +12,7 @@ from tests.distributed.training import Kind
 SHARED = (
     "nan_loss_on_one_rank_at_save", "nan_tensor_on_one_rank", "nan_loss_on_one_rank_at_a_step", "disk_full_on_rank_0",
     "interrupt_on_rank_0", "file_that_one_rank_cannot_read", "directory_of_each_rank", "other_shape_on_one_rank",
-    "rotation", "rewind", "pending_gradients", "nothing_there",
+    "rotation", "rewind", "pending_gradients", "nothing_there", "refusal_of_one_rank_at_the_end",
 )  # fmt: skip
 ONLY: dict[Kind, tuple[str, ...]] = {
     "ddp": (
@@ -52,6 +52,13 @@ def test_nan_loss_on_one_rank_is_refused_by_all(seen: list[dict[str, Any]]) -> N
         assert again["error"] is None
         assert steps == [3, 5]
     assert "On rank 1: Step 4 was not saved" in of(seen, "nan_loss_on_one_rank_at_save")[0][0]["text"]
+
+
+def test_refusal_of_one_rank_at_the_end_is_raised_on_all(seen: list[dict[str, Any]]) -> None:
+    """A rank that has refused its last step does not leave the others waiting in the save at the end."""
+    for found, newest in of(seen, "refusal_of_one_rank_at_the_end"):
+        assert (found["error"], found["rank"], found["step"]) == ("NonFiniteError", 1, 2)
+        assert newest == 1
 
 
 def test_nan_in_a_tensor_of_one_rank_is_refused_by_all(seen: list[dict[str, Any]], kind: Kind) -> None:

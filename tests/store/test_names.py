@@ -160,9 +160,9 @@ def test_directory_of_a_sharded_checkpoint_has_the_name_of_its_step() -> None:
 @pytest.mark.parametrize(
     ("path", "expected"),
     [
-        ("~", "/home/someone"),
-        ("~/runs/a", "/home/someone/runs/a"),
-        (Path("~/runs"), Path("/home/someone/runs")),
+        ("~", "/people/someone"),
+        ("~/runs/a", "/people/someone/runs/a"),
+        (Path("~/runs"), Path("/people/someone/runs")),
         ("runs/~", "runs/~"),
         ("./~/runs", "./~/runs"),
         ("/~", "/~"),
@@ -173,5 +173,5 @@ def test_directory_of_a_sharded_checkpoint_has_the_name_of_its_step() -> None:
 )
 def test_tilde_is_expanded_as_a_shell_does(monkeypatch: pytest.MonkeyPatch, path: object, expected: object) -> None:
     """Only at the start, for this user's and other users' homes; what has no home stays as it is."""
-    monkeypatch.setenv("HOME", "/home/someone")
+    monkeypatch.setenv("HOME", "/people/someone")
     assert names.expand_user(path) == expected
