@@ -537,7 +537,8 @@ class DirectoryLockedError(SafeckptError, TimeoutError):
         reason: str = "another process is saving checkpoints into it", next_step: str | None = None,
         lost: bool = False,
     ) -> None:  # fmt: skip
-        who = f" (pid {pid} on {host}, since {since})" if pid is not None else ""
+        when = "" if since is None else f", since {since}"
+        who = f" (pid {pid} on {host}{when})" if pid is not None else ""
         super().__init__(
             f"{directory} is {'not held by this process any more' if lost else 'locked'}: {reason}{who}.",
             _UNTOUCHED,

@@ -112,9 +112,7 @@ class FileWriter:
             payload,
             header=self.checkpoint.header(guard=self._guard, **self._rules),
             # Once more in what is written: training may have gone on in another thread since the guard has looked.
-            finite=guarded_in(
-                payload, payload[RESERVED_KEY]["components"], self._components, guard_from_record(self._guard)
-            ),
+            finite=guarded_in(payload, payload[RESERVED_KEY], self._components, guard_from_record(self._guard)),
         )
         self.checkpoint = dataclasses.replace(self.checkpoint, size_bytes=self._prepared.size_bytes)
         return self.checkpoint

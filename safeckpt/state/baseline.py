@@ -63,14 +63,24 @@ def _guarded(parts: Iterable[tuple[Component, Captured]], guard: Guard) -> Itera
 
 
 def guarded_in(
-    payload: Mapping[str, Any],
-    records: Mapping[str, Mapping[str, Any]],
-    components: Mapping[str, Component],
-    guard: Guard,
+    payload: Mapping[str, Any], own: Mapping[str, Any], components: Mapping[str, Component], guard: Guard
 ) -> list[tuple[str, torch.Tensor]]:
-    """Return (name, tensor) of what has to be finite in a whole payload, as it is about to be written."""
-    parts = [(components[name], Captured(payload[name], dict(record))) for name, record in records.items()]
-    return list(_guarded(parts, guard))
+    """Return (name, tensor) of what has to be finite in a whole payload, as it is about to be written.
+
+    Args:
+        payload: The state of each component, by name.
+        own: What the library keeps beside it: records of the components, and gradients.
+        components: The live objects.
+        guard: What has to be finite.
+    """
+    parts = [(components[name], Captured(payload[name], dict(record))) for name, record in own["components"].items()]
+    found = list(_guarded(parts, guard))
+    # Under a gradient scaler gradients may overflow, see `Gradients.check`.
+    if not any(component.kind == "scaler" and component.obj.is_enabled() for component in components.values()):
+        allowed = matcher(tuple(guard.allow_nonfinite))
+        gradients = ((f"{name}.grad", gradient) for name, gradient in own["gradients"].items())
+        found += [entry for entry in gradients if allowed is None or not allowed(entry[0])]
+    return found
 
 
 class Baseline:

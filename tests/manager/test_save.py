@@ -539,6 +539,24 @@ def test_nan_that_arrives_after_the_guard_is_refused_and_can_be_rolled_back(tmp_
     assert steps_in(tmp_path) == [2]
 
 
+def test_nan_that_reaches_a_gradient_after_the_guard_is_refused(tmp_path: Path) -> None:
+    """A gradient that the next step will use is part of the state, in what is written as well."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2)).sum().backward()
+
+    def poison(operation: Any, call: Any) -> Any:
+        if operation.kind == "create":
+            model.weight.grad.fill_(float("nan"))
+        return call()
+
+    with safeckpt.CheckpointManager(tmp_path, {"model": model, "optimizer": optimizer}) as manager:
+        with intercept(poison), pytest.raises(safeckpt.NonFiniteError) as caught:
+            manager.save(1)
+        assert [tensor.name for tensor in caught.value.tensors] == ["model.weight.grad"]
+    assert checkpoint_files(tmp_path) == {}
+
+
 def test_file_that_cannot_be_read_back_is_not_committed(tmp_path: Path) -> None:
     """Where the disk returns other bytes than were written, the checkpoint before stays."""
     run = Marked()
