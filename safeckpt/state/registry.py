@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -31,6 +32,9 @@ _ACCEPTED = (
     "a module, an optimizer, a scheduler, a gradient scaler, a loader with state_dict, a generator (torch, NumPy or "
     "random.Random), any object with state_dict and load_state_dict, or a plain dict"
 )
+
+
+_DICTS = (dict, defaultdict, Counter)  # an OrderedDict is a state_dict() where the object itself was meant
 
 
 def register(components: Mapping[str, Any]) -> dict[str, Component]:
@@ -124,8 +128,13 @@ def _component(name: str, obj: Any) -> Component:
         raise TypeError(f"{name!r} is a {class_name(obj)}: it draws from the system, which cannot be made to repeat")
     if isinstance(obj, GeneratorComponent.types):
         return GeneratorComponent(name, obj)
-    if type(obj) is dict:
+    if type(obj) in _DICTS:
         return CountersComponent(name, obj)
+    if isinstance(obj, list | set | deque):
+        raise TypeError(
+            f"{name!r} is a {class_name(obj)}, which is a component only inside a dict, where it is restored in place: "
+            f"{{{name!r}: {{'items': {name}}}}}"
+        )
     stateful = callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None))
     if stateful:
         return LoaderComponent(name, obj) if _is_loader(obj) else StatefulComponent(name, obj)

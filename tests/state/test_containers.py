@@ -208,3 +208,34 @@ def test_random_contents_come_back(memory_path):
     give(payload, live)
     for name, state in states.items():
         assert described(live[name].state["s"]) == described(state)
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (lambda: defaultdict(list), lambda found: found["a"].append(3)),
+        (Counter, lambda found: found.update("aab")),
+    ],
+    ids=["defaultdict", "Counter"],
+)
+def test_dict_of_another_class_is_a_component(tmp_path, make, change):
+    """It is restored in place, and stays what it was."""
+    component = make()
+    change(component)
+    with CheckpointManager(tmp_path, {"found": component}) as manager:
+        manager.save(1)
+    fresh = make()
+    with CheckpointManager(tmp_path, {"found": fresh}) as manager:
+        manager.restore()
+    assert type(fresh) is type(component)
+    assert repr(fresh) == repr(component)
+
+
+@pytest.mark.parametrize("component", [[1], {1}, deque([1])], ids=["list", "set", "deque"])
+def test_container_without_names_is_refused_with_the_line_to_write(tmp_path, component):
+    """A list or a deque is restored in place inside a dict."""
+    with pytest.raises(TypeError, match=r"\{'memory': \{'items': memory\}\}"):
+        CheckpointManager(tmp_path, {"memory": component})
+    with CheckpointManager(tmp_path, {"memory": {"items": component}}) as manager:
+        manager.save(1)
+        manager.restore()
