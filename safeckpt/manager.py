@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import functools
 import os
@@ -211,23 +212,20 @@ class CheckpointManager:
             BaseException: What a write in the background has raised, or what this rank has refused since the ranks met
                 last; the manager is closed all the same.
         """
-        pending = self._steps.pending_refusal
+        pending = self._steps.take_pending_refusal()
         self._close()
         if pending is not None:
             raise pending
 
     def _close(self) -> None:
-        try:
+        with contextlib.ExitStack() as closing:  # each of them, whatever another one raises
+            closing.callback(self._run.close)
+            closing.callback(self._steps.close)
+            closing.callback(self._capturer.close)
+            closing.callback(self._signals.restore)
+            if self._run.membership.was_rank_zero:
+                closing.callback(self._run.replay.close)
             self.wait()
-        finally:
-            try:
-                if self._run.membership.was_rank_zero:
-                    self._run.replay.close()
-            finally:
-                self._signals.restore()
-                self._capturer.close()
-                self._steps.close()
-                self._run.close()
 
     def wait(self) -> None:
         """Return when every save is committed. Only with `async_save` is there anything to wait for.

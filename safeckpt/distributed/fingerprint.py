@@ -63,9 +63,9 @@ def _exact_leaves(tree: Any) -> dict[str, str]:
 
 
 def joined(items: Iterable[tuple[str, str]]) -> str:
-    """Return one digest of named texts."""
+    """Return one digest of named texts, whatever their order: ranks may have made the same dict in another order."""
     digest = hashlib.sha256()
-    for name, text in items:
+    for name, text in sorted(items):
         digest.update(f"{name}\0{text}\0".encode(errors="backslashreplace"))
     return digest.hexdigest()
 

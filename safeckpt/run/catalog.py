@@ -275,19 +275,23 @@ class Rejection:
 
     Args:
         is_named: Whether the caller asked for this checkpoint; then only that it is gone is no error.
+        of_file: Whether an error of the system is one of the file; not where code of the user's own runs.
 
     Attributes:
         reason: One line; empty where the checkpoint is gone; None when there was no error.
     """
 
-    def __init__(self, *, is_named: bool = False) -> None:
+    def __init__(self, *, is_named: bool = False, of_file: bool = True) -> None:
         self._is_named = is_named
+        self._of_file = of_file
         self.reason: str | None = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        if isinstance(error, OSError) and not isinstance(error, LoadError) and not self._of_file:
+            return False
         if isinstance(error, FileNotFoundError) and not isinstance(error, LoadError):
             self.reason = ""
         elif self._is_named or isinstance(error, FormatVersionError):

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from safeckpt.errors import ReplayMismatchError, ReplayMismatchWarning
+from safeckpt.errors import ReplayMismatchError, ReplayMismatchWarning, SafeckptWarning
 from safeckpt.state.loss import Loss
 from safeckpt.store import LossLog
 from safeckpt.system.arguments import checked_choice
@@ -252,9 +252,14 @@ class Replay:
     def _flush(self) -> None:
         if self._waiting and not self._broken:
             if self._log.is_long and self._locked():
-                self._log.shorten()
+                try:
+                    self._log.shorten()
+                except OSError as error:
+                    self._broken = True
+                    text = f"{self._log.path} could not be shortened: {error}. Losses are no longer recorded."
+                    warn_caller(text, SafeckptWarning)
             # Without the lock the file cannot be rewritten, and it must not grow for ever.
-            if not self._log.is_long:
+            if not self._broken and not self._log.is_long:
                 self._broken = not self._log.append(self._waiting)
         self._waiting.clear()
         self._flushed_at = time.monotonic()

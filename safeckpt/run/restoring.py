@@ -306,7 +306,9 @@ class Restorer:
                     run.directory.catalog.open_step(step, part=group.rank, parts=group.size)
                 )
                 reading.answer = _Reading(None, str(file.digest))
-                validated = self._validate(file, checkpoint, wanted)
+            if rejection.reason is None:
+                with Rejection(is_named=wanted.step is not None, of_file=False) as rejection:
+                    validated = self._validate(file, checkpoint, wanted)
             if rejection.reason is not None:
                 reading.answer = _Reading(rejection.reason, "")
         if reading.result is not None:

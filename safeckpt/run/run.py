@@ -46,5 +46,7 @@ class Run:
     def close(self) -> None:
         """Give back the lock of the directory and the connections of the group."""
         self.timeline.close()
-        self.directory.close()
-        self.membership.close()
+        try:
+            self.directory.close()
+        finally:
+            self.membership.close()

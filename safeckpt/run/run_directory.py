@@ -100,10 +100,13 @@ class RunDirectory:
             raise DirectoryInUseError(directory=self.path, steps=unknown)
 
     def add_event(self, kind: str, step: int | None, **data: Any) -> None:
-        """Append to the history of this run; a directory that is missing or not writable has none."""
+        """Append to the history of this run; a directory that is missing, not readable or not writable has none."""
         if not self._membership.is_rank_zero:
             return
-        is_own = self._timeline.saved_step is not None or not self.unknown_steps()
+        try:
+            is_own = self._timeline.saved_step is not None or not self.unknown_steps()
+        except OSError:
+            return  # what is being noted matters more than the note
         if is_own and os.access(self.path, os.W_OK):
             self.files.events.append(kind, step=step, **data)
 

@@ -101,10 +101,10 @@ class Steps:
         """Whether this process was asked to stop; in a group, whether all ranks know that one of them was."""
         return self._agreed_to_stop if in_group() else self._is_asked_to_stop()
 
-    @property
-    def pending_refusal(self) -> BaseException | None:
-        """What this rank has refused since the ranks agreed last, and the others do not know."""
-        return self._pending
+    def take_pending_refusal(self) -> BaseException | None:
+        """Return, once, what this rank has refused since the ranks agreed last, and the others do not know."""
+        pending, self._pending = self._pending, None
+        return pending
 
     def batches_handed_out(self, step: int | None) -> Mapping[str, Any]:
         """Return the last batch that each loader had handed out when a recent step ended; empty when not known."""
@@ -122,7 +122,6 @@ class Steps:
         if self._run.group.size > 1:
             self._agree(f"saving step {step}", is_due=True)
         checkpoint = self._saver.save(step, Loss.read(loss), metrics)
-        self._unsaved = None
         self._watch.begin(step)
         return checkpoint
 
@@ -140,18 +139,20 @@ class Steps:
             self._capturer.refuse_loss(step, value)
             run.replay.end_step(step, value)
             is_due = run.timeline.is_due(step) or self._is_asked_to_stop()
+        ended = _Ended(step, value, metrics, self._capturer.optimizer_steps)
         if is_due:
             try:
                 checkpoint = self._saver.save(step, value, metrics)
             except OSError:
                 run.timeline.end(step)  # it was trained, whatever the disk says; the next one tries to save again
+                self._unsaved = ended
                 raise
-            self._is_checked, self._unsaved = True, None
+            self._is_checked, self._unsaved = True, ended  # a thread may still be writing it
             self._watch.begin(step)
             return checkpoint
         self._check_first(step)
         run.timeline.end(step)
-        self._unsaved = _Ended(step, value, metrics, self._capturer.optimizer_steps)
+        self._unsaved = ended
         if self._pending is None:
             run.timeline.forget_refusal()  # the caller went on without a rollback
         self._saver.warm()
@@ -175,12 +176,17 @@ class Steps:
             SafeckptWarning: It cannot be saved any more: a step after it was refused, or begun and not ended.
         """
         run, unsaved = self._run, self._unsaved
-        self._saver.wait()
-        if unsaved is None:
-            if run.timeline.saved_step is not None:
-                _log.info("step %d is saved, and no step has ended since", run.timeline.saved_step)
-            return None
-        if unsaved.step == run.timeline.saved_step:
+        failure: OSError | None = None
+        try:
+            self._saver.wait()
+        except OSError as error:
+            failure = error  # of an older step, perhaps: it is in the log, and the disk may have room again
+        saved = run.timeline.saved_step
+        if unsaved is None or (saved is not None and unsaved.step <= saved):
+            if failure is not None:
+                raise failure
+            if saved is not None:
+                _log.info("step %d is saved, and no step has ended since", saved)
             return None
         if run.group.size > 1:  # what one rank has refused is raised on all, which would wait for it in the save
             self._agree(f"saving step {unsaved.step} at the end", is_due=True)

@@ -44,6 +44,7 @@ class Timeline:
         self._superseded_steps: set[int] = set()
         self._restored_only: tuple[str, ...] | None = None
         self._is_mixture = False
+        self._was_mixture = False
         self._is_closed = False
 
     # -- position ----------------------------------------------------------------------------------------------------
@@ -135,11 +136,12 @@ class Timeline:
 
     def begin_restore(self) -> None:
         """Note that objects are being changed: until `restored_to` they may be a mixture of two states."""
+        self._was_mixture = self._is_mixture
         self._is_mixture = True
 
     def restore_undone(self) -> None:
-        """Note that a restore failed and every object has its state from before."""
-        self._is_mixture = False
+        """Note that a restore failed and every object has its state from before, which may have been a mixture."""
+        self._is_mixture = self._was_mixture
 
     def restored_to(self, checkpoint: Checkpoint, known_steps: Collection[int]) -> None:
         """Go on from a checkpoint that was restored whole.

@@ -205,7 +205,9 @@ def rewrite_header(checkpoint: Checkpoint, directory: RunDirectory) -> None:
     with open_file(path) as file:
         header = {**(file.header() or {}), **checkpoint.header()}
         prepared = prepare(file.load(mmap=True), header=header)
-        directory.files.rewrite_step(checkpoint.step, path, prepared.write, size_bytes=prepared.size_bytes)
+        directory.files.rewrite_step(
+            checkpoint.step, path, prepared.write, check=prepared.check, size_bytes=prepared.size_bytes
+        )
 
 
 def _all_files(answers: list[list[ShardFile]]) -> list[ShardFile]:

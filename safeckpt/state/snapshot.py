@@ -142,10 +142,10 @@ class Plan:
                     self.mixed = _put_back(before, self.mixed)
                 error.add_note(_describe_failure(failed, self.mixed))
                 raise
-        self.mixed = []
         self._set_gradients()
         if self.rng is not None:
             RngStreams.apply(self.rng)
+        self.mixed = []  # now, and not before: interrupted, all components have the new state and nobody has noted it
 
     def _set_gradients(self) -> None:
         """Clear every gradient, as at process start, and put back those that were part of the state."""

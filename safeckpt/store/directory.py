@@ -141,7 +141,13 @@ class CheckpointDirectory:
         return commit(self.path / names.step_name(step), write, check=check, step=step, size_bytes=size_bytes)
 
     def rewrite_step(
-        self, step: int, path: Path, write: Callable[[BinaryIO], T], *, size_bytes: int | None = None
+        self,
+        step: int,
+        path: Path,
+        write: Callable[[BinaryIO], T],
+        *,
+        check: Callable[[BinaryIO], None],
+        size_bytes: int | None = None,
     ) -> T:
         """Replace a step's file, or the index of its directory, as `safeckpt.store.commit.commit` does.
 
@@ -150,7 +156,7 @@ class CheckpointDirectory:
         """
         if self.path_of(step) not in (path, path.parent):
             raise ValueError(f"{path} does not belong to step {step} of {self.path}")
-        return commit(path, write, step=step, size_bytes=size_bytes)
+        return commit(path, write, check=check, step=step, size_bytes=size_bytes)
 
     def begin_folder(self, step: int) -> Path:
         """Make the directory in which the shards of a step are written, and return it; it is not listed yet.

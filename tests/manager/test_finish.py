@@ -447,3 +447,71 @@ def test_threads_that_save_at_once_take_turns(tmp_path: Path) -> None:
         saved = [checkpoint.step for checkpoint in manager.checkpoints()]
     assert saved == sorted(saved)
     assert saved[-1] == 40
+
+
+def test_step_whose_save_failed_is_saved_at_the_end(tmp_path: Path) -> None:
+    """The disk has room again when the block is left, and the step has ended all the same."""
+    run = Marked()
+    with manager_of(tmp_path, run, save_every=1) as manager:
+        run.step = 1
+        manager.end_step(1)
+        run.step = 2
+        with intercept(Fault(1, errno.ENOSPC, {"sync"})), pytest.raises(OSError, match="No space"):
+            manager.end_step(2)
+    assert steps_in(tmp_path) == [1, 2]
+
+
+def test_step_whose_background_save_failed_is_saved_at_the_end(tmp_path: Path) -> None:
+    """Nobody has waited for it; the failure is in the log, and the last step on the disk."""
+    with manager_of(tmp_path, Marked(), save_every=1, async_save=True) as manager:
+        manager.end_step(1)
+        manager.wait()
+        with intercept(Fault(1, errno.ENOSPC, {"sync"})):
+            manager.end_step(2)
+            manager._saver._background._thread.join()  # type: ignore[union-attr]  # there is one
+    assert steps_in(tmp_path) == [1, 2]
+
+
+def test_restore_interrupted_behind_the_components_is_no_state_to_save(tmp_path: Path, monkeypatch: Any) -> None:
+    """All components have the checkpoint's state by then, and the streams have not."""
+    run = Marked()
+    with manager_of(tmp_path, run, save_on_exit=False) as manager:
+        manager.save(1)
+        run.step = 2
+        manager.save(2)
+
+        def interrupt(self: Any) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr("safeckpt.state.snapshot.Plan._set_gradients", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                manager.restore(1)
+        with pytest.raises(ValueError, match="stopped half-way"):
+            manager.save(3)
+        manager.restore()
+        manager.save(3)
+
+
+class Picky:
+    """An object whose own check looks for a file of its own."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+    def check_state(self, state: dict[str, int]) -> list[str]:
+        raise FileNotFoundError(errno.ENOENT, "No such file", "/nowhere")
+
+
+def test_missing_file_of_the_users_own_is_not_taken_for_a_missing_checkpoint(tmp_path: Path) -> None:
+    """A restore that found nothing would start the run anew."""
+    with safeckpt.CheckpointManager(tmp_path, {"picky": Picky()}) as manager:
+        manager.save(1)
+    with safeckpt.CheckpointManager(tmp_path, {"picky": Picky()}) as manager:
+        with pytest.raises(FileNotFoundError, match="/nowhere"):
+            manager.restore()
+        with pytest.raises(FileNotFoundError, match="/nowhere"):
+            manager.restore(1)

@@ -166,9 +166,9 @@ def test_waiting_writer_takes_over_when_the_holder_is_done(tmp_path: Path) -> No
 
 
 def test_refusal_comes_after_the_timeout_not_before(tmp_path: Path) -> None:
-    """`lock_timeout_seconds` is how long a writer waits."""
-    with manager_of(tmp_path, Marked()) as holder:
-        holder.save(1)
+    """`lock_timeout_seconds` is how long a writer waits for another process."""
+    with children.Child(writer, tmp_path, restore=False) as other:
+        assert other.ask(1) == 1
         with manager_of(tmp_path, Marked(), lock_timeout_seconds=0.3) as manager:
             manager.restore()
             begun = time.monotonic()

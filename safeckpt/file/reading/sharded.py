@@ -134,7 +134,8 @@ class CheckpointFolder(Opened):
         shards, size = header.get("shards"), header.get("shards_bytes")
         if not isinstance(shards, int) or not isinstance(size, int):
             raise self._damaged("its index is not one of a directory", INDEX)
-        found = sum(1 for _ in self._place.iterdir()) - 1
+        # Not what a killed process has left of a new index.
+        found = sum(not file.name.endswith(".tmp") for file in self._place.iterdir()) - 1
         if found < shards:
             raise DamagedCheckpointError(path=self.path, reason=f"{shards - found} of its {shards} files are missing")
         self.size_bytes = self.index.size_bytes + size
