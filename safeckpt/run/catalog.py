@@ -242,9 +242,10 @@ class Catalog:
         """
         try:
             saved = [event for event in self.directory.events.read() if event.get("kind") == "saved"]
+            is_empty = not self.directory.steps()  # again: a first checkpoint may have come before this look at history
         except OSError:
             return
-        if saved:
+        if saved and is_empty:
             warn_caller(
                 f"{self.directory.path} holds no checkpoint, but its history says that {len(saved)} were saved, the "
                 f"last one of step {saved[-1].get('step')!r} at {saved[-1].get('time')!r}. Nothing was restored: a run "

@@ -56,14 +56,11 @@ def replace(source: Path, target: Path) -> None:
 
 def wait() -> None:
     """Return when all space has come back: a disk that looks full may not be."""
-    while True:
-        try:
+    while _threads:
+        with contextlib.suppress(IndexError, ValueError):  # another thread waited for it too
             thread = _threads[-1]
-        except IndexError:
-            return
-        if thread.is_alive():  # one that begins after this finds its file closed
-            thread.join()
-        with contextlib.suppress(ValueError):  # another thread waited for it too
+            if thread.is_alive():  # one that begins after this finds its file closed
+                thread.join()
             _threads.remove(thread)
 
 

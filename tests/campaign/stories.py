@@ -192,7 +192,7 @@ def check_afterwards(path: Path, story: Story, allowed: frozenset[State], before
         Exception: Whatever else is not as it has to be.
     """
     run = new_run()
-    with warnings.catch_warnings(), manager_of(path, run, keep_last=2) as manager:
+    with warnings.catch_warnings(), manager_of(path, run, keep_last=2, keep_best=()) as manager:
         warnings.simplefilter("error")
         if story.damaged:
             warnings.simplefilter("ignore", safeckpt.SkippedCheckpointWarning)

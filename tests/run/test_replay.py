@@ -476,7 +476,12 @@ def test_digits_run_killed_at_random_is_verified_at_every_restart(memory_path: P
         assert report.compared == report.recorded
     assert sum(report.verified for report in reports) >= kills - 2  # a kill may follow a save at once
     assert sum(report.compared for report in reports) > 3 * kills
-    assert list(losses.values()) == Digits(data).losses(TOTAL)
+    straight = dict(enumerate(Digits(data).losses(TOTAL), 1))
+    assert losses == {step: loss for step, loss in straight.items() if step in losses}
+    # Killed between a save and its message, a step is on the disk and is not computed again.
+    unsent = straight.keys() - losses.keys()
+    assert len(unsent) <= kills
+    assert all(step % SAVE_EVERY == 0 for step in unsent)
 
 
 def test_digits_run_with_a_flipped_mode_is_caught_at_the_first_replayed_step(memory_path: Path, data: Path) -> None:
