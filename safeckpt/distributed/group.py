@@ -28,7 +28,7 @@ __all__ = ["Group", "RankGroup", "Section", "first_answer", "group_of_this_proce
 
 D = TypeVar("D")
 
-# What rank 0 takes to notice a lost rank is no longer than the timeout; the others allow it this much for the news.
+# Rank 0 notices a lost rank within the timeout; the others wait this much longer to hear about it.
 _NEWS_SECONDS = 5.0
 _SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _FRONT, _BACK = 7101, 7102  # tags of the messages of the training loop and of the thread that writes

@@ -95,7 +95,7 @@ def extract_shards(payload: Mapping[str, Any], *, is_rank_zero: bool) -> tuple[d
 
 
 def _namer(name: str, state: Any, record: Mapping[str, Any], *, everything: bool = False) -> dict[int, str]:
-    """Return the key of every tensor of a component that goes to the engine, or really of every tensor, by id.
+    """Return the key of each tensor of a component that goes to the engine (with `everything`, of each tensor), by id.
 
     Raises:
         UnsavableStateError: Sharded state of an optimizer has another shape than its parameter, so that a fresh

@@ -148,7 +148,7 @@ class Catalog:
         return self.is_good_file(self.directory.path_of(step), step)
 
     def is_good_file(self, path: Path, step: int) -> bool:
-        """Tell the same of a file that has another name."""
+        """Like `is_good`, for a file under another name."""
         try:
             identity = _identity(path)
             known = self._verdicts.get(path)

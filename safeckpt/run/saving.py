@@ -2,7 +2,11 @@
 
 With several processes each of these is a section that all ranks pass, or none does::
 
-    capturing -> [comparing copies] -> collecting rank states -> [verifying older] -> [copying] -> writing -> committing
+    capturing -> [refusing parts, comparing copies] -> collecting rank states -> [verifying older] -> [copying]
+        -> writing -> committing
+
+What is in brackets happens only when it is needed. The newest step saved again is compared with its checkpoint and
+described anew, and nothing else is written.
 """
 
 from __future__ import annotations
@@ -220,7 +224,7 @@ class Saver:
         return run.directory.catalog.peek(new.step)
 
     def note_refusal(self, error: NonFiniteError) -> None:
-        """Remember what another rank has refused."""
+        """Note a refusal that is not noted yet, such as another rank's."""
         refusal = self._run.timeline.refusal
         if error.step is not None and (refusal is None or refusal.step != error.step):
             self._run.timeline.refuse(error.step, str(error).partition("\n")[0])

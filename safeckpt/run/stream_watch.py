@@ -16,7 +16,7 @@ __all__ = ["StreamWatch"]
 class StreamWatch:
     """Compares the random streams at a save with those at the head of the loop, where the next batch is asked for.
 
-    Only there it can be told: what the next step draws comes after its batch. Without a loader nothing is said, and
+    Only there can one tell: what the next step draws comes after its batch. Without a loader nothing is said, and
     neither where `next(iterator)` is called by hand, since what stands before that call is run again after a resume.
 
     Args:

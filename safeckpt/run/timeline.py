@@ -161,7 +161,7 @@ class Timeline:
         self._is_mixture = False
 
     def restored_in_part(self, names: Collection[str]) -> None:
-        """Note that some components were restored: the run stands where it stood, and its state is nobody's."""
+        """Note that some components were restored: the run stands where it stood; its state is in no checkpoint."""
         self._restored_only = tuple(names)
         self._is_mixture = False
 

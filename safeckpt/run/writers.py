@@ -1,7 +1,7 @@
 """The two forms of a checkpoint: one file that rank 0 writes, and a directory into which every rank writes shards.
 
-Both are used alike, in the training loop or in the thread that writes: `stage` copies what training is about to change,
-`write` is done by all ranks, `prepare` and `commit` by rank 0, `discard` by whoever has something to remove.
+`stage` is called in the training loop, and only when a thread is going to write. The rest is alike in both: `write` is
+done by all ranks, `prepare` and `commit` by rank 0, `discard` by every rank that has something to remove.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ __all__ = ["Captured", "Component", "Order", "class_name", "is_library_code"]
 
 
 class Order:
-    """Turn of each kind when state is applied: a scheduler's load may touch the lr, the optimizer has the last word."""
+    """Order in which kinds are applied. A scheduler's load may touch the lr, so optimizers come after schedulers."""
 
     MODULE = 0
     STATEFUL = 1
