@@ -272,6 +272,12 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 def cloned(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy of any one tensor on its device, detached."""
+    if hasattr(tensor, "__tensor_flatten__") and not hasattr(tensor, "to_local"):
+        # A wrapper around other tensors, such as 8-bit optimizer state, may have no clone() of its own.
+        names, context = tensor.__tensor_flatten__()
+        inner = {name: cloned(getattr(tensor, name)) for name in names}
+        made: torch.Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())  # type: ignore[attr-defined]  # of torch's protocol
+        return made
     t = tensor.detach()
     if not t.is_quantized or t.qscheme() is not torch.per_channel_affine_float_qparams:
         return t.clone()

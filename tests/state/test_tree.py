@@ -214,3 +214,34 @@ def test_map_replaces_what_its_function_returns_and_enters_the_rest():
     assert result == {"a": [9], "b": [[9], 1], "c": ({"other": [9]},)}
     assert result["a"] is result["b"][0] is result["c"][0]["other"]
     assert tree["a"] is shared
+
+
+class Wrapper(torch.Tensor):
+    """A tensor around another one that knows none of torch's operations, as 8-bit optimizer state knows few."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=torch.float32)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, context, size, stride):
+        return cls(inner["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise NotImplementedError(function)
+
+
+def test_wrapper_without_operations_is_copied_by_what_is_in_it():
+    """Its parts are copied, and put together by the class itself."""
+    wrapper = Wrapper(torch.arange(3, dtype=torch.uint8))
+    copied = copy_tree({"state": wrapper})["state"]
+    assert type(copied) is Wrapper
+    assert torch.equal(copied.inner, wrapper.inner)
+    assert copied.inner.data_ptr() != wrapper.inner.data_ptr()
