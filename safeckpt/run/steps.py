@@ -65,7 +65,7 @@ class _Agreed(NamedTuple):
     stop_requested: bool
 
 
-def _agree(answers: list[_Due]) -> _Agreed:
+def _decide(answers: list[_Due]) -> _Agreed:
     refused = [(answer.refused_step, rank) for rank, answer in enumerate(answers) if answer.refused_step is not None]
     return _Agreed(
         refusing_rank=min(refused)[1] if refused else None,
@@ -238,7 +238,7 @@ class Steps:
         group: Group = self._run.group
         pending = self._pending
         refused_step = None if pending is None else getattr(pending, "step", None) or 0
-        with group.section(what, _agree) as section:
+        with group.section(what, _decide) as section:
             section.answer = _Due(refused_step, is_due, self._is_asked_to_stop())
         self._pending = None
         agreed = section.result

@@ -215,7 +215,7 @@ class Timeline:
         """
         self.refuse_closed()
         self.refuse_mixture()
-        if step < self._step or (self._saved_step is not None and step < self._saved_step):
+        if step < self._step:
             raise ValueError(f"step {step} is lower than step {self._step}; steps count completed optimizer steps")
 
     def check_end(self, step: int) -> None:
