@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from safeckpt.errors import (
     DamagedCheckpointError,
@@ -26,7 +26,17 @@ from safeckpt.system.json_numbers import from_json, to_json
 from safeckpt.system.threads import Progress
 from safeckpt.system.warn import warn_caller
 
-__all__ = ["Catalog", "Checkpoint", "OpenCheckpoint", "Rejection", "latest", "reason_of", "warn_skipped"]
+__all__ = [
+    "Bad",
+    "Catalog",
+    "Checkpoint",
+    "Gone",
+    "OpenCheckpoint",
+    "fault_of",
+    "latest",
+    "reason_of",
+    "warn_skipped",
+]
 
 
 @dataclass(frozen=True)
@@ -227,10 +237,13 @@ class Catalog:
         tried: set[int] = set()
         while (step := max((step for step in self.directory.steps() if step not in tried), default=None)) is not None:
             tried.add(step)
-            with Rejection() as rejection, self.open_step(step) as (_, checkpoint):
-                return checkpoint
-            if rejection.reason:
-                warn_skipped(self.directory.path_of(step), rejection.reason)
+            try:
+                with self.open_step(step) as (_, checkpoint):
+                    return checkpoint
+            except (LoadError, OSError) as error:
+                fault = fault_of(error)
+            if isinstance(fault, Bad):
+                warn_skipped(self.directory.path_of(step), fault.reason)
         if not tried:
             self.warn_if_emptied()
         return None
@@ -271,37 +284,38 @@ class Catalog:
         return None
 
 
-class Rejection:
-    """Turns an error that makes a checkpoint not good into a reason, so that an older one is tried.
+@dataclass(frozen=True)
+class Gone:
+    """A checkpoint that was listed and is no longer there: its writer pruned it, and has committed a newer one."""
 
-    Args:
-        is_named: Whether the caller asked for this checkpoint; then only that it is gone is no error.
-        of_file: Whether an error of the system is one of the file; not where code of the user's own runs.
+
+@dataclass(frozen=True)
+class Bad:
+    """A checkpoint that is not good.
 
     Attributes:
-        reason: One line; empty where the checkpoint is gone; None when there was no error.
+        reason: Why, in one line.
     """
 
-    def __init__(self, *, is_named: bool = False, of_file: bool = True) -> None:
-        self._is_named = is_named
-        self._of_file = of_file
-        self.reason: str | None = None
+    reason: str
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
-        if isinstance(error, OSError) and not isinstance(error, LoadError) and not self._of_file:
-            return False
-        if isinstance(error, FileNotFoundError) and not isinstance(error, LoadError):
-            self.reason = ""
-        elif self._is_named or isinstance(error, FormatVersionError):
-            return False
-        elif isinstance(error, LoadError):
-            self.reason = reason_of(error)
-        elif isinstance(error, OSError) and error.errno == errno.EIO:  # another right or mount would not help
-            self.reason = str(error)
-        return self.reason is not None
+def fault_of(error: LoadError | OSError, *, is_named: bool = False) -> Gone | Bad:
+    """Return what an error says about a checkpoint that is passed over for it. Raise the error where none is.
+
+    Args:
+        error: What was raised while the checkpoint was read.
+        is_named: Whether the caller asked for this one: then no other is as good, and only that it is gone is no error.
+    """
+    if isinstance(error, FileNotFoundError) and not isinstance(error, LoadError):
+        return Gone()
+    if is_named or isinstance(error, FormatVersionError):  # going back would throw progress away in silence
+        raise error
+    if isinstance(error, LoadError):
+        return Bad(reason_of(error))
+    if error.errno == errno.EIO:
+        return Bad(str(error))
+    raise error  # another right or mount would help
 
 
 def _identity(path: Path) -> _Identity:

@@ -37,12 +37,13 @@ from safeckpt.errors import (
     DirectoryNotSharedError,
     EnvironmentChangedWarning,
     HyperparameterReplacedWarning,
+    LoadError,
     NoGoodCheckpointError,
     RestoreError,
 )
 from safeckpt.file import CheckpointFolder, Mapped
 from safeckpt.run.arguments import note_changes
-from safeckpt.run.catalog import Checkpoint, OpenCheckpoint, Rejection, warn_skipped
+from safeckpt.run.catalog import Bad, Checkpoint, Gone, OpenCheckpoint, fault_of, warn_skipped
 from safeckpt.run.run import Run
 from safeckpt.run.writers import MemoryCopy
 from safeckpt.state import RESERVED_KEY, Baseline, Guard, Plan, guard_from_record, plan
@@ -62,11 +63,13 @@ class Wanted(NamedTuple):
     fresh: Collection[str] = ()
 
 
-class _Validated(NamedTuple):
-    """A restore that has passed every check.
+@dataclass(frozen=True)
+class Good:
+    """A checkpoint that has passed every check: all of it can be applied.
 
     Attributes:
         checkpoint: The checkpoint.
+        digest: That of the file, the same for every rank.
         plan: What will be applied.
         shards: Tensors of it that the shards have to fill.
         shard_files: Names of the files they are in.
@@ -78,6 +81,7 @@ class _Validated(NamedTuple):
     """
 
     checkpoint: Checkpoint
+    digest: str
     plan: Plan
     shards: ShardTensors
     shard_files: Collection[str]
@@ -120,25 +124,32 @@ class _Search(NamedTuple):
     arguments: dict[str, Any]
 
 
-class _Reading(NamedTuple):
-    """One rank's answer when it has read a checkpoint: why it is not good, or its digest."""
-
-    reason: str | None
-    digest: str
-
-
 def _steps_of_rank_zero(answers: list[_Search]) -> list[int]:
     refuse_differences([answer.arguments for answer in answers])
     return answers[0].steps
 
 
-def _same_reading(path: Path, answers: list[_Reading]) -> str | None:
-    """Return why the checkpoint is not good; refuse what is not the same file for every rank."""
+def _same_file(path: Path, answers: list[Gone | Bad | str]) -> Gone | Bad | None:
+    """Return what is wrong on some rank, of which each answers that or the digest it has read.
+
+    Raises:
+        DirectoryNotSharedError: Two ranks have read different files.
+    """
     first = answers[0]
     for rank, answer in enumerate(answers):
-        if answer.reason is None and first.reason is None and answer.digest != first.digest:
+        if isinstance(first, str) and isinstance(answer, str) and answer != first:
             raise DirectoryNotSharedError(directory=path.parent, rank=rank, name=path.name, differs=True)
-    return _first_reason(answers)
+    return _first_fault([None if isinstance(answer, str) else answer for answer in answers])
+
+
+def _first_fault(answers: list[Gone | Bad | None]) -> Gone | Bad | None:
+    """Return what is wrong on the first rank that has found something, with its number where there are several."""
+    for rank, answer in enumerate(answers):
+        if isinstance(answer, Bad) and len(answers) > 1:
+            return Bad(f"rank {rank}: {answer.reason}")
+        if answer is not None:
+            return answer
+    return None
 
 
 class Restorer:
@@ -205,11 +216,11 @@ class Restorer:
         group = self._run.group
         with contextlib.ExitStack() as opened:
             try:
-                validated, _ = self._read(group, step, Wanted(step), opened)
+                found = self._read(group, step, Wanted(step), opened)
             except RestoreError:
                 return False  # not even of the same form
             with group.section(f"comparing step {step}", all) as section:
-                section.answer = validated is not None and _is_equal(validated.plan, captured)
+                section.answer = isinstance(found, Good) and _is_equal(found.plan, captured)
         return section.result
 
     def adopt(self, restored: Restored) -> None:
@@ -223,8 +234,6 @@ class Restorer:
     def apply_newest(self, wanted: Wanted) -> Restored | None:
         """Apply the step that is wanted, or the newest good one; None when there is no checkpoint.
 
-        Afterwards the objects count as a mixture until the timeline knows where the run stands.
-
         Raises:
             CheckpointNotFoundError: There is no checkpoint of the wanted step.
             NoGoodCheckpointError: There are checkpoints, and none is good.
@@ -235,33 +244,29 @@ class Restorer:
         steps_before = run.directory.files.steps() if group.is_rank_zero else []
         rejected: dict[Path, str] = {}
         tried: set[int] = set()
-        while True:
-            step = self._find_candidate(group, wanted, tried)
-            if step is None:
-                break
+        while (step := self._find_candidate(group, wanted, tried)) is not None:
             tried.add(step)
             with contextlib.ExitStack() as opened:
-                validated, reason = self._read(group, step, wanted, opened)
-                if validated is not None:
+                found = self._read(group, step, wanted, opened)
+                if isinstance(found, Good):
                     with group.section(f"restoring step {step}"):
-                        self._apply(validated.plan)
-                        validated.mapped.check_unchanged()  # else the objects count as a mixture
-                    checkpoint = validated.checkpoint
+                        self._apply(found.plan)
+                        found.mapped.check_unchanged()  # else the objects count as a mixture
                     return Restored(
-                        checkpoint,
-                        validated.plan,
-                        is_whole=validated.is_whole,
-                        is_resized=validated.is_resized,
+                        found.checkpoint,
+                        found.plan,
+                        is_whole=found.is_whole,
+                        is_resized=found.is_resized,
                         rejected=rejected,
                         steps_before=steps_before,
-                        header=validated.header,
+                        header=found.header,
                     )
-            path = run.directory.files.path_of(step)
-            if reason is not None:  # else it was pruned by its writer, which then has committed a newer one
-                rejected[path] = reason
+            if isinstance(found, Bad):
+                path = run.directory.files.path_of(step)
+                rejected[path] = found.reason
                 with group.section(f"passing over step {step}"):  # where warnings are errors, on all ranks
                     if group.is_rank_zero:
-                        warn_skipped(path, reason)
+                        warn_skipped(path, found.reason)
         if rejected:
             raise NoGoodCheckpointError(
                 directory=run.directory.path, rejected=[(str(path), reason) for path, reason in rejected.items()]
@@ -287,43 +292,38 @@ class Restorer:
             raise CheckpointNotFoundError(directory=files.path, step=wanted.step, available_steps=steps)
         return wanted.step if wanted.step is not None else max(steps, default=None)
 
-    def _read(
-        self, group: Group, step: int, wanted: Wanted, opened: contextlib.ExitStack
-    ) -> tuple[_Validated | None, str | None]:
-        """Read and check a checkpoint on every rank: all of it can be applied, or no rank applies any.
-
-        Returns:
-            What was validated, or None and the reason; (None, None) where it is gone.
-        """
-        run = self._run
-        path = run.directory.files.path_of(step)
-        validated: _Validated | None = None
-        with group.section(f"reading step {step}", functools.partial(_same_reading, path)) as reading:
+    def _read(self, group: Group, step: int, wanted: Wanted, opened: contextlib.ExitStack) -> Good | Bad | Gone:
+        """Read and check a checkpoint on every rank: it is good for all of them, or for none."""
+        path = self._run.directory.files.path_of(step)
+        with group.section(f"reading step {step}", functools.partial(_same_file, path)) as reading:
             if group.size > 1:
-                run.directory.wait_for(path)
-            with Rejection(is_named=wanted.step is not None) as rejection:
-                file, checkpoint = opened.enter_context(
-                    run.directory.catalog.open_step(step, part=group.rank, parts=group.size)
-                )
-                reading.answer = _Reading(None, str(file.digest))
-            if rejection.reason is None:
-                with Rejection(is_named=wanted.step is not None, of_file=False) as rejection:
-                    validated = self._validate(file, checkpoint, wanted)
-            if rejection.reason is not None:
-                reading.answer = _Reading(rejection.reason, "")
+                self._run.directory.wait_for(path)
+            found = self._read_here(step, wanted, opened)
+            reading.answer = found.digest if isinstance(found, Good) else found
         if reading.result is not None:
-            return None, reading.result or None
-        assert validated is not None
-        with group.section(f"reading the shards of step {step}", _first_reason) as filling:
-            with Rejection(is_named=wanted.step is not None) as rejection:
-                self._fill(validated, path)
-            filling.answer = _Reading(rejection.reason, "")
+            return reading.result
+        assert isinstance(found, Good)  # nothing is wrong on any rank
+        with group.section(f"reading the shards of step {step}", _first_fault) as filling:
+            filling.answer = self._fill(found, path, is_named=wanted.step is not None)
         if filling.result is not None:
-            return None, filling.result or None
-        run.directory.catalog.remember_verdict(step)  # every part of it was read by some rank
-        return validated, None
+            return filling.result
+        self._run.directory.catalog.remember_verdict(step)  # every part of it was read by some rank
+        return found
 
-    def _validate(self, file: OpenCheckpoint, checkpoint: Checkpoint, wanted: Wanted) -> _Validated:
+    def _read_here(self, step: int, wanted: Wanted, opened: contextlib.ExitStack) -> Good | Bad | Gone:
+        """Read and check a checkpoint on this rank; of shards, all but their values."""
+        catalog, group = self._run.directory.catalog, self._run.group
+        is_named = wanted.step is not None
+        try:
+            file, checkpoint = opened.enter_context(catalog.open_step(step, part=group.rank, parts=group.size))
+        except (LoadError, OSError) as error:
+            return fault_of(error, is_named=is_named)
+        try:
+            return self._validate(file, checkpoint, wanted)
+        except LoadError as error:  # an OSError is one of the user's own code, which runs here as well
+            return fault_of(error, is_named=is_named)
+
+    def _validate(self, file: OpenCheckpoint, checkpoint: Checkpoint, wanted: Wanted) -> Good:
         """Check everything about a restore; of shards, all but their values.
 
         Raises:
@@ -354,7 +354,7 @@ class Restorer:
                 shards = _only_of(shards, wanted.only)
             elif in_group():
                 payload = as_local_shards(payload, run.components)
-            validated = plan(
+            planned = plan(
                 run.components,
                 payload,
                 only=wanted.only,
@@ -363,32 +363,51 @@ class Restorer:
                 path=file.path,
                 read=mapped.read,
             )
-        if validated.rng is not None:
-            validated.environment.extend(changes)
+        if planned.rng is not None:
+            planned.environment.extend(changes)
         is_whole = wanted.only is None or set(payload[RESERVED_KEY]["components"]) <= set(wanted.only)
-        return _Validated(checkpoint, validated, shards, shard_files, guard, header, is_whole, bool(changes), mapped)
+        return Good(
+            checkpoint=checkpoint,
+            digest=str(file.digest),
+            plan=planned,
+            shards=shards,
+            shard_files=shard_files,
+            guard=guard,
+            header=header,
+            is_whole=is_whole,
+            is_resized=bool(changes),
+            mapped=mapped,
+        )
 
-    def _fill(self, validated: _Validated, path: Path) -> None:
+    def _fill(self, good: Good, path: Path, *, is_named: bool) -> Gone | Bad | None:
+        """Read the shards and judge the whole state; return what is wrong with it."""
+        try:
+            self._read_and_judge(good, path)
+        except (LoadError, OSError) as error:
+            return fault_of(error, is_named=is_named)
+        return None
+
+    def _read_and_judge(self, good: Good, path: Path) -> None:
         """Read the shards, and let the guard that the state passed when it was saved judge it again.
 
         Raises:
             LoadError: They cannot be read, or the state is not finite.
         """
-        validated.mapped.check_unchanged()
-        if validated.shards:
-            read_shards(validated.shards, path, self._run.group, validated.shard_files)
-        bad = Baseline({}).check(validated.plan.parts, validated.guard, validated.mapped.forget).bad
+        good.mapped.check_unchanged()
+        if good.shards:
+            read_shards(good.shards, path, self._run.group, good.shard_files)
+        bad = Baseline({}).check(good.plan.parts, good.guard, good.mapped.forget).bad
         if bad:
             raise DamagedCheckpointError(path=path, reason=f"it is not finite ({bad[0]})")
-        validated.mapped.check_unchanged()
+        good.mapped.check_unchanged()
 
-    def _apply(self, validated: Plan) -> None:
+    def _apply(self, ready: Plan) -> None:
         self._run.timeline.begin_restore()
         try:
             with torch.inference_mode(mode=False):  # in which nothing can be copied into ordinary tensors
-                validated.apply()
+                ready.apply()
         except BaseException:
-            if not validated.mixed and self._run.group.size == 1:  # another rank may have the new state
+            if not ready.mixed and self._run.group.size == 1:  # another rank may have the new state
                 self._run.timeline.restore_undone()
             raise
 
@@ -400,9 +419,9 @@ class Restorer:
             return None
         steps_before = run.directory.files.steps()
         checkpoint = catalog.peek(saved)
-        validated = plan(run.components, copy.payload, path=checkpoint.path)
-        self._apply(validated)
-        return Restored(checkpoint, validated, source="memory", steps_before=steps_before)
+        ready = plan(run.components, copy.payload, path=checkpoint.path)
+        self._apply(ready)
+        return Restored(checkpoint, ready, source="memory", steps_before=steps_before)
 
     def report(self, restored: Restored, kind: str, **data: Any) -> None:
         """Tell history and caller what a restore passed over and replaced."""
@@ -466,11 +485,3 @@ def _only_of(shards: ShardTensors, only: Collection[str] | None) -> ShardTensors
     if only is None:
         return shards
     return {key: tensor for key, tensor in shards.items() if key.partition(".")[0] in {*only, RESERVED_KEY}}
-
-
-def _first_reason(answers: list[_Reading]) -> str | None:
-    """Return why a rank could not read a checkpoint, with its number where there are several."""
-    for rank, answer in enumerate(answers):
-        if answer.reason is not None:
-            return f"rank {rank}: {answer.reason}" if len(answers) > 1 and answer.reason else answer.reason
-    return None
