@@ -402,14 +402,12 @@ class Restorer:
         good.mapped.check_unchanged()
 
     def _apply(self, ready: Plan) -> None:
-        self._run.timeline.begin_restore()
-        try:
-            with torch.inference_mode(mode=False):  # in which nothing can be copied into ordinary tensors
-                ready.apply()
-        except BaseException:
-            if not ready.mixed and self._run.group.size == 1:  # another rank may have the new state
-                self._run.timeline.restore_undone()
-            raise
+        """Apply a plan. Its objects count as a mixture until the timeline knows where the run stands."""
+        mixture = self._run.timeline.mixture
+        if self._run.group.size > 1:  # whatever this rank can put back, another one may have the new state
+            mixture.add([component.name for component, _ in ready.parts])
+        with torch.inference_mode(mode=False):  # in which nothing can be copied into ordinary tensors
+            ready.apply(mixture)
 
     def apply_memory(self, copy: MemoryCopy | None) -> Restored | None:
         """Apply the copy that an asynchronous save left, when it is of the newest checkpoint and that is on disk."""

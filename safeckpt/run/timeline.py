@@ -1,4 +1,4 @@
-"""Where a run stands: the steps it has done and saved, what it has refused, and whether its objects are whole."""
+"""Where a run stands: the steps it has done and saved, what it has refused, and which objects are of no one state."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from safeckpt.run.catalog import Checkpoint
 from safeckpt.run.schedule import SaveSchedule
+from safeckpt.state import Mixture
 
 __all__ = ["Refusal", "RollbackRecord", "Timeline"]
 
@@ -30,9 +31,13 @@ class Timeline:
 
     Args:
         schedule: When `end_step` saves.
+
+    Attributes:
+        mixture: The objects that are of no one state; cleared when the run stands at a checkpoint again.
     """
 
     def __init__(self, schedule: SaveSchedule) -> None:
+        self.mixture = Mixture()
         self._schedule = schedule
         self._run_id: str | None = None
         self._step = 0
@@ -43,8 +48,6 @@ class Timeline:
         self._known_steps: set[int] = set()
         self._superseded_steps: set[int] = set()
         self._restored_only: tuple[str, ...] | None = None
-        self._is_mixture = False
-        self._was_mixture = False
         self._is_closed = False
 
     # -- position ----------------------------------------------------------------------------------------------------
@@ -134,15 +137,6 @@ class Timeline:
         """Note that the caller went on after a refusal."""
         self._refusal = None
 
-    def begin_restore(self) -> None:
-        """Note that objects are being changed: until `restored_to` they may be a mixture of two states."""
-        self._was_mixture = self._is_mixture
-        self._is_mixture = True
-
-    def restore_undone(self) -> None:
-        """Note that a restore failed and every object has its state from before, which may have been a mixture."""
-        self._is_mixture = self._was_mixture
-
     def restored_to(self, checkpoint: Checkpoint, known_steps: Collection[int]) -> None:
         """Go on from a checkpoint that was restored whole.
 
@@ -158,12 +152,12 @@ class Timeline:
         self._refusal = None
         self._schedule.restart(checkpoint.step)
         self._restored_only = None
-        self._is_mixture = False
+        self.mixture.clear()
 
     def restored_in_part(self, names: Collection[str]) -> None:
         """Note that some components were restored: the run stands where it stood; its state is in no checkpoint."""
         self._restored_only = tuple(names)
-        self._is_mixture = False
+        self.mixture.clear()
 
     def rolled_back(self, failed_step: int, *, changed: bool) -> None:
         """Note a rollback from a failing step."""
@@ -199,14 +193,6 @@ class Timeline:
         if self._is_closed:
             raise ValueError("this manager is closed; build a new one and restore() to go on")
 
-    def refuse_mixture(self) -> None:
-        """Refuse to go on after a restore that stopped half-way."""
-        if self._is_mixture:
-            raise ValueError(
-                "the last restore stopped half-way, by an interrupt or an error in a component's load_state_dict: the "
-                "objects may be a mixture of two states; call restore() or rollback() again before going on"
-            )
-
     def check_save(self, step: int) -> None:
         """Check that a step may be saved now.
 
@@ -214,7 +200,7 @@ class Timeline:
             ValueError: It is lower than one that was saved, restored or ended, or the objects are a mixture.
         """
         self.refuse_closed()
-        self.refuse_mixture()
+        self.mixture.refuse()
         if step < self._step:
             raise ValueError(f"step {step} is lower than step {self._step}; steps count completed optimizer steps")
 
@@ -225,6 +211,6 @@ class Timeline:
             ValueError: It is not higher than the last one, or the objects are a mixture.
         """
         self.refuse_closed()
-        self.refuse_mixture()
+        self.mixture.refuse()
         if step <= self._step and self._has_progress:
             raise ValueError(f"step {step} is not higher than step {self._step}, the last one ended, saved or restored")

@@ -7,6 +7,7 @@ from safeckpt.state.gradients import Gradients
 from safeckpt.state.guard import Guard, check_gradients, find_nonfinite
 from safeckpt.state.hidden import HiddenState
 from safeckpt.state.loss import Loss
+from safeckpt.state.mixture import Mixture
 from safeckpt.state.registry import register, uncaptured
 from safeckpt.state.snapshot import RESERVED_KEY, Plan, Snapshot, capture, plan
 from safeckpt.state.staging import Staging
@@ -22,6 +23,7 @@ __all__ = [
     "GuardResult",
     "HiddenState",
     "Loss",
+    "Mixture",
     "Plan",
     "Snapshot",
     "Staging",

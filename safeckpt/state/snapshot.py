@@ -20,6 +20,7 @@ from safeckpt.errors import ComponentMismatchError, StateMismatchError
 from safeckpt.state.component import Captured, Component, Order
 from safeckpt.state.environment import differences, environment
 from safeckpt.state.fsdp import drop_unreduced, reshard
+from safeckpt.state.mixture import Mixture
 from safeckpt.state.module import ModuleComponent
 from safeckpt.state.optimizer import OptimizerComponent
 from safeckpt.state.random_streams import RngStreams
@@ -109,7 +110,6 @@ class Plan:
         replaced: Hyper-parameters in which the file overrules the script, `name: live -> saved`.
         environment: Fields of the environment that differ, `field: saved -> now`.
         notices: Other differences that do not keep the state from being applied.
-        mixed: After `apply` has failed, the components that may hold a mixture of two states.
     """
 
     parts: list[tuple[Component, Captured]]
@@ -118,13 +118,15 @@ class Plan:
     replaced: list[str] = field(default_factory=list)
     environment: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
-    mixed: list[str] = field(default_factory=list)
 
-    def apply(self) -> None:
+    def apply(self, mixture: Mixture) -> None:
         """Put the state into the live objects, in the order that survives each other's side effects, RNG last.
 
         Code of the user's own can raise an exception in the middle (a `load_state_dict`, a hook). It is passed on with
-        a note; every object has then its state from before, but for those in `mixed`.
+        a note; every object has then its state from before, but for those in the mixture.
+
+        Args:
+            mixture: Is told which objects are being changed. They stay in it until the caller has noted their state.
 
         Cost:
             With such code among the components, a copy of the whole live state in host memory beforehand.
@@ -132,20 +134,20 @@ class Plan:
         parts = sorted(self.parts, key=lambda part: part[0].order)
         with RngStreams.untouched():  # a user's load_state_dict may draw, and the streams may not be restored
             before = _copy_of(parts) if any(component.loads_by_own_code for component, _ in parts) else None
+            mixed_before, begun = mixture.names, []
             try:
                 for component, captured in parts:
-                    self.mixed.append(component.name)
+                    begun.append(component.name)
+                    mixture.add([component.name])
                     component.apply(captured)
             except BaseException as error:
-                failed = self.mixed[-1]
-                if before is not None:
-                    self.mixed = _put_back(before, self.mixed)
-                error.add_note(_describe_failure(failed, self.mixed))
+                changed = begun if before is None else _put_back(before, begun)
+                mixture.back_to({*mixed_before, *changed})
+                error.add_note(_describe_failure(begun[-1], changed))
                 raise
         self._set_gradients()
         if self.rng is not None:
             RngStreams.apply(self.rng)
-        self.mixed = []  # now, and not before: interrupted, all components have the new state and nobody has noted it
 
     def _set_gradients(self) -> None:
         """Clear every gradient, as at process start, and put back those that were part of the state."""
@@ -183,12 +185,12 @@ def _put_back(before: list[tuple[Component, Captured]], begun: Collection[str]) 
     return failed
 
 
-def _describe_failure(failed: str, mixed: Collection[str]) -> str:
-    if not mixed:
+def _describe_failure(failed: str, changed: Collection[str]) -> str:
+    if not changed:
         return f"safeckpt: loading {failed} failed; every object has its state from before the restore."
     return (
-        f"safeckpt: loading {failed} failed and the restore stopped half-way: {', '.join(mixed)} may be changed, every "
-        "other object has its state from before. Do not train on with these objects: build them again and call "
+        f"safeckpt: loading {failed} failed and the restore stopped half-way: {', '.join(changed)} may be changed, "
+        "every other object has its state from before. Do not train on with these objects: build them again and call "
         "restore()."
     )
 

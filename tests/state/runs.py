@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from safeckpt import CheckpointManager, StateMismatchError, load
-from safeckpt.state import capture, copy_tree, plan, register
+from safeckpt.state import Mixture, capture, copy_tree, plan, register
 from safeckpt.state.snapshot import RESERVED_KEY
 from tests.state.photo import changes, likeness, photograph, streams
 
@@ -149,7 +149,7 @@ def refusal(payload, components, **options):
 def give(payload, components, **options):
     """Restore a payload into components; return the plan."""
     ready = plan(register(components), payload, **options)
-    ready.apply()
+    ready.apply(Mixture())
     return ready
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from safeckpt import CheckpointManager, UnsavableStateError
-from safeckpt.state import plan, register
+from safeckpt.state import Mixture, plan, register
 from tests.state.photo import likeness
 from tests.state.runs import give, payload_of, refusal
 
@@ -137,9 +137,9 @@ def test_component_that_fails_in_a_restore_leaves_every_object_as_it_was(failing
     monkeypatch.setattr(kind, method, fails_once)
     ready = plan(register(components), payload)
     with pytest.raises(RefusedError) as caught:
-        ready.apply()
+        ready.apply(mixture := Mixture())
     assert photo(components) == before
-    assert ready.mixed == []
+    assert not mixture.names
     (note,) = caught.value.__notes__
     assert note == f"safeckpt: loading {failing} failed; every object has its state from before the restore."
     give(payload, components)
@@ -159,8 +159,8 @@ def test_component_that_never_loads_is_named_and_the_others_are_as_they_were(fai
     monkeypatch.setattr(type(components[failing]), FAILS[failing], fails)
     ready = plan(register(components), payload)
     with pytest.raises(RefusedError) as caught:
-        ready.apply()
-    assert ready.mixed == [failing]
+        ready.apply(mixture := Mixture())
+    assert set(mixture.names) == {failing}
     assert f"stopped half-way: {failing} may be changed, every other object" in caught.value.__notes__[0]
     after = photo(components)
     for name in components:
@@ -194,7 +194,7 @@ def test_hook_that_fails_leaves_every_object_as_it_was(register_hook):
     register_hook(components, hook)
     before = model.weight.clone()
     with pytest.raises(RefusedError, match=r"^") as caught:
-        plan(register(components), payload).apply()
+        plan(register(components), payload).apply(Mixture())
     assert "every object has its state from before" in caught.value.__notes__[0]
     assert torch.equal(model.weight, before)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from safeckpt import CheckpointManager, EnvironmentChangedWarning
-from safeckpt.state import capture, plan, register
+from safeckpt.state import Mixture, capture, plan, register
 from safeckpt.state.random_streams import RngStreams, unpacked_python
 from tests.state.photo import changes, photograph, streams
 from tests.state.runs import give, payload_of, refusal
@@ -259,7 +259,7 @@ def test_load_that_fails_half_way_says_what_may_be_changed_and_leaves_the_stream
     before = streams()
     ready = plan(register(components), payload)
     with pytest.raises(OSError, match="no") as caught:
-        ready.apply()
+        ready.apply(Mixture())
     assert "stopped half-way: failing may be changed, every other object" in caught.value.__notes__[0]
     assert streams() == before
 

@@ -7,7 +7,7 @@ from torch.optim import SGD, AdamW
 from torch.optim import lr_scheduler as s
 
 from safeckpt import CheckpointManager, HyperparameterReplacedWarning, UnsavableStateError
-from safeckpt.state import capture, plan, register
+from safeckpt.state import Mixture, capture, plan, register
 from tests.state.photo import changes, likeness, photograph
 from tests.state.runs import Net, give, payload_of, refusal, run, seed, straight, train_step
 
@@ -28,7 +28,7 @@ def replaced(saved, live, *, steps=3, keep_live=()):
     seed(2)
     components = build(live)
     ready = plan(register(components), payload, keep_live=keep_live)
-    ready.apply()
+    ready.apply(Mixture())
     return ready.replaced, components
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, lr_scheduler, swa_utils
 
 from safeckpt import CheckpointManager, ComponentMismatchError, EnvironmentChangedWarning, StateMismatchError
-from safeckpt.state import capture, copy_tree, plan, register
+from safeckpt.state import Mixture, capture, copy_tree, plan, register
 from safeckpt.state.environment import environment
 from safeckpt.state.tree import named_tensors
 from tests.state.photo import changes, likeness, photograph
@@ -246,7 +246,7 @@ def test_plan_changes_nothing_until_it_is_applied():
     before = photograph(**components)
     ready = plan(registered, payload)
     assert changes(before, photograph(**components)) == []
-    ready.apply()
+    ready.apply(Mixture())
     assert changes(before, photograph(**components))
 
 
