@@ -16,6 +16,7 @@ LAYERS = [
     {"__init__", "__main__"},
     {"cli"},
     {"demo"},
+    {"integrations"},
     {"proof"},
     {"manager"},
     {"run"},
@@ -64,7 +65,7 @@ def test_module_imports_only_downward(path):
     """A module imports its own part and parts of lower rank, nothing beside or above it."""
     part = part_of(path)
     for _, other in imports_of(path):
-        if other is None:
+        if other is None or (part == "integrations" and other in safeckpt.__all__):
             continue
         if other != part:
             assert RANKS[other] < RANKS[part], f"{path.name} ({part}) imports {other}"
@@ -125,6 +126,31 @@ def test_nothing_is_caught_wholesale(path):
             assert "Exception" not in names, f"{path.name}:{node.lineno}: except Exception"
 
 
+@pytest.mark.parametrize(
+    "path", sorted((PACKAGE / "integrations").rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE))
+)
+def test_integrations_use_public_names_alone(path):
+    """What an integration needs of safeckpt, one outside of this package can use as well."""
+    tree = ast.parse(path.read_text())
+    used = {other for _, other in imports_of(path) if other is not None}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "safeckpt":
+            used.add(node.attr)
+        if isinstance(node, ast.Import):
+            aliases = {alias.asname for alias in node.names if alias.name == "safeckpt"}
+            assert aliases <= {None}, "another name for safeckpt hides what is used of it"
+    assert used <= {*safeckpt.__all__, "integrations"}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_trainers_are_imported_by_their_own_integration_alone(path):
+    """Each integration imports its trainer, and no other module does."""
+    trainers = {name: {name} for name in ("lightning", "accelerate", "ignite")}
+    trainers["transformers"] = {"transformers", "accelerate"}
+    own = trainers.get(path.stem, set()) if part_of(path) == "integrations" else set()
+    assert {top for top, _ in imports_of(path)} & set().union(*trainers.values()) <= own
+
+
 def test_public_names_are_pinned():
     """The public names are those in the contract, sorted; adding or dropping one is a decision, not an accident."""
     assert safeckpt.__all__ == sorted(safeckpt.__all__)
@@ -154,7 +180,8 @@ def test_every_error_is_public():
 def test_run_time_needs_three_packages():
     """torch, numpy and filelock are all that is imported at run time, beside what an extra brings."""
     allowed = {"torch", "numpy", "filelock", "safeckpt"}
-    extras = {"cli": {"click", "rich", "safetensors"}, "proof": {"matplotlib"}}
+    trainers = {"lightning", "transformers", "accelerate", "ignite"}
+    extras = {"cli": {"click", "rich", "safetensors"}, "proof": {"matplotlib"}, "integrations": trainers}
     stdlib = set(importlib.import_module("sys").stdlib_module_names)
     for path in MODULES:
         tops = {top for top, _ in imports_of(path)} - stdlib - allowed - {"__future__"}

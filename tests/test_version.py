@@ -43,3 +43,22 @@ def test_oldest_packages_that_are_tested_are_the_oldest_that_are_allowed() -> No
     assert {name: version.removesuffix(".0").removesuffix(".*") for name, version in pinned.items()} == dict(
         need.split(">=") for need in needed
     )
+
+
+def test_trainers_that_are_tested_are_allowed_by_the_extras() -> None:
+    """`.ci/run trainers` pins a version of every trainer that an extra installs, within its bounds."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    lines = (ROOT / "tests" / "constraints-trainers.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
+
+    def numbers(version: str) -> list[int]:
+        return [int(number) for number in version.split(".")]
+
+    for extra in ("lightning", "transformers", "accelerate", "ignite"):
+        for need in extras[extra]:
+            name, bounds = re.fullmatch(r"([\w-]+)(.+)", need).groups()  # type: ignore[union-attr]
+            for bound in bounds.split(","):
+                if bound.startswith(">="):
+                    assert numbers(pinned[name]) >= numbers(bound[2:]), need
+                else:
+                    assert numbers(pinned[name]) < numbers(bound.removeprefix("<")), need
