@@ -2,6 +2,7 @@
 
 from safeckpt.distributed.fingerprint import holds_same
 from safeckpt.distributed.group import Group, first_answer, group_of_this_process, in_group, refuse_differences
+from safeckpt.distributed.plan_cache import PlanCache
 from safeckpt.distributed.rank_state import (
     differing_names,
     digests_of,
@@ -33,6 +34,7 @@ from safeckpt.distributed.shards import (
 
 __all__ = [
     "Group",
+    "PlanCache",
     "Ranks",
     "ShardTensors",
     "allocate_placeholders",

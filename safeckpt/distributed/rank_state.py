@@ -42,6 +42,9 @@ __all__ = [
     "with_world",
 ]
 
+_PACKED_BYTES = 4096  # a multiple of it: numbers that grow must not give the tensor another shape at each save
+_LENGTH_BYTES = 8
+
 _OF_THE_WORLD = frozenset({"world_size", "own_gradients", "ranks"})
 # Ranks that train one model hold equal states of these; of everything else each may have its own.
 _REPLICATED = frozenset({"module", "optimizer", "scheduler", "scaler"})
@@ -223,10 +226,18 @@ def rank_key(rank: int) -> str:
 
 
 def pack_rank_state(state: dict[str, Any]) -> torch.Tensor:
-    """Return the state of a rank as a tensor of bytes, those of a file of ours; uint8, on the CPU."""
+    """Return the state of a rank as a tensor of bytes: how many, then those of a file of ours, then zeros.
+
+    Returns:
+        uint8, on the CPU, a multiple of 4 KiB.
+    """
     buffer = io.BytesIO()
-    write_file(encode(state, root="payload"), buffer)
-    return torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
+    buffer.seek(_LENGTH_BYTES)
+    size = write_file(encode(state, root="payload"), buffer).size_bytes
+    data = bytearray(buffer.getbuffer())
+    data[:_LENGTH_BYTES] = size.to_bytes(_LENGTH_BYTES, "little")
+    data.extend(bytes(-len(data) % _PACKED_BYTES))
+    return torch.frombuffer(data, dtype=torch.uint8)
 
 
 def unpack_rank_state(packed: torch.Tensor, rank: int, path: object) -> dict[str, Any]:
@@ -235,7 +246,9 @@ def unpack_rank_state(packed: torch.Tensor, rank: int, path: object) -> dict[str
     Raises:
         DamagedCheckpointError: It is something else.
     """
-    with open_file(io.BytesIO(packed.numpy().tobytes())) as file:
+    data = packed.numpy().tobytes()
+    end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
+    with open_file(io.BytesIO(data[_LENGTH_BYTES:end])) as file:
         file.verify()
         state = file.load("cpu")
     if not isinstance(state, dict) or not isinstance(state.get("rng"), dict):

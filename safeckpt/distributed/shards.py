@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from safeckpt.distributed.group import Group, in_group
+from safeckpt.distributed.plan_cache import PlanCache
 from safeckpt.errors import DamagedCheckpointError, LoadError, UnsavableStateError
 from safeckpt.file import SHARD_KEY, ShardFile, placeholder_of
 from safeckpt.state import RESERVED_KEY, Component
@@ -296,7 +297,13 @@ def replace_local_parts(shards: ShardTensors, parts: ShardTensors) -> ShardTenso
 
 
 def write_shards(
-    shards: ShardTensors, place: Path, group: Group, write_inside: Callable[..., Any], *, drifted: bool = False
+    shards: ShardTensors,
+    place: Path,
+    group: Group,
+    write_inside: Callable[..., Any],
+    plans: PlanCache,
+    *,
+    drifted: bool = False,
 ) -> list[ShardFile]:
     """Write the tensors of all ranks into a directory, and return what this rank has written.
 
@@ -307,16 +314,25 @@ def write_shards(
         place: The directory.
         group: The ranks.
         write_inside: Writes a file into it durably, see `CheckpointDirectory.write_inside`.
+        plans: What was planned for the save before.
         drifted: Whether copies of a part differ: then all are taken from the lowest rank that has them, since a state
             put together from several copies is nobody's. Otherwise the ranks share the work.
 
     Cost:
         Bytes of this rank's shards: one pass for digest and write, and one fsync.
     """
-    from safeckpt.distributed.storage import ShardWriter, planner_of  # noqa: PLC0415 - large, and needed only for shards
+    from safeckpt.distributed.storage import CachingPlanner, ShardWriter  # noqa: PLC0415 - large, and only for shards
 
-    writer = ShardWriter(place, write_inside)
-    failures = _run("save", shards, group, storage_writer=writer, planner=planner_of(drifted=drifted))
+    plans.use_for(group.process_group, drifted=drifted)
+    writer = ShardWriter(place, write_inside, plans)
+    planner = CachingPlanner(plans, drifted=drifted)
+    try:
+        failures = _run("save", shards, group, storage_writer=writer, planner=planner)
+    except BaseException:
+        plans.clear()
+        raise
+    if failures:
+        plans.clear()
     if group.rank in failures:
         raise failures[group.rank]
     return writer.written  # when another rank has failed, the agreement that follows says which, and why

@@ -43,6 +43,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from safeckpt.distributed.plan_cache import PlanCache
 from safeckpt.errors import DamagedCheckpointError
 from safeckpt.file import (
     METADATA,
@@ -57,7 +58,7 @@ from safeckpt.file import (
     write_joined,
 )
 
-__all__ = ["ShardReader", "ShardWriter", "WriteInside", "planner_of"]
+__all__ = ["CachingPlanner", "ShardReader", "ShardWriter", "WriteInside"]
 
 WriteInside = Callable[..., Any]  # `CheckpointDirectory.write_inside`
 
@@ -77,15 +78,17 @@ class ShardWriter(FileSystemWriter):
     Args:
         place: The directory.
         write_inside: Writes a file into it durably.
+        plans: What was planned and written the time before.
 
     Attributes:
         written: The files that this rank has written.
     """
 
-    def __init__(self, place: Path, write_inside: WriteInside) -> None:
+    def __init__(self, place: Path, write_inside: WriteInside, plans: PlanCache) -> None:
         super().__init__(place)
         self._place = place
         self._write_inside = write_inside
+        self._plans = plans
         self.written: list[ShardFile] = []
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -109,16 +112,30 @@ class ShardWriter(FileSystemWriter):
                 WriteResult(item.index, part.size_bytes, _StorageInfo(name, offset, part.size_bytes))
                 for item, part, offset in zip(plan.items, parts, offsets, strict=True)
             ]
+        # Rank 0 has what it was told the last time: thousands of ranks would tell it the same again.
+        news = [] if results == self._plans.results else results
+        self._plans.results = results
         future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
+        future.set_result(news)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the engine's metadata; on the coordinating rank, when all have written."""
-        metadata.storage_data = {one.index: one.storage_data for some in results for one in some}
-        metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)  # as the engine does, since 2.11
-        metadata.storage_meta = StorageMeta()  # not the temporary name of the directory
-        data = pickle.dumps(metadata)
+        """Write the engine's metadata; on the coordinating rank, when all have written.
+
+        Args:
+            metadata: Not used, see `CachingPlanner.create_global_plan`.
+            results: What each rank has written elsewhere than the time before.
+        """
+        plans = self._plans
+        assert plans.metadata is not None
+        if plans.document is None or any(results):
+            metadata = plans.metadata
+            plans.places.update((one.index, one.storage_data) for some in results for one in some)
+            metadata.storage_data = plans.places
+            metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)  # as the engine does, since 2.11
+            metadata.storage_meta = StorageMeta()  # not the temporary name of the directory
+            plans.document = pickle.dumps(metadata)
+        data = plans.document
 
         def write(f: BinaryIO) -> None:
             f.write(data)
@@ -127,9 +144,58 @@ class ShardWriter(FileSystemWriter):
         self.written.append(shard_of_bytes(METADATA, data))
 
 
-def planner_of(*, drifted: bool) -> SavePlanner:
-    """Return the engine's planner; with copies that drifted, one that takes them all from the lowest rank."""
-    return DefaultSavePlanner(dedup_save_to_lowest_rank=drifted)
+class CachingPlanner(DefaultSavePlanner):
+    """The engine's planner, which plans nothing when the save before had the same to plan.
+
+    The engine has a cache of its own (`enable_plan_caching`). It is one for all managers of a process, keyed by the
+    name of the planner's class and never emptied; after a save that failed on some ranks only, it relies on plans that
+    a rank does not have.
+
+    Args:
+        plans: What was planned before, by this very policy.
+        drifted: Whether copies of a part differ; then all are taken from the lowest rank.
+    """
+
+    def __init__(self, plans: PlanCache, *, drifted: bool) -> None:
+        super().__init__(dedup_save_to_lowest_rank=drifted)
+        self._plans = plans
+        self._proposal: SavePlan | None = None
+
+    def create_local_plan(self) -> SavePlan:
+        """Return what this rank would write; an unusable plan where that is what it was the time before."""
+        self._proposal = super().create_local_plan()
+        known = self._plans.decided is not None and self._plans.proposed == self._proposal
+        return SavePlan([], usable=False) if known else self._proposal
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Decide for all ranks, or that all do as the time before.
+
+        Returns:
+            A plan for each rank, and metadata that says nothing: the engine sends it to all ranks, and none needs it.
+        """
+        plans = self._plans
+        nothing = Metadata({})
+        if plans.metadata is not None and not any(plan.usable for plan in all_plans):
+            return all_plans, nothing
+        if plans.proposals:
+            all_plans = [
+                plan if plan.usable else before for plan, before in zip(all_plans, plans.proposals, strict=True)
+            ]
+        if not all(plan.usable for plan in all_plans):
+            raise RuntimeError(
+                "a rank goes by a plan that rank 0 no longer has"
+            )  # all forget theirs: the next save can
+        decided, metadata = super().create_global_plan(all_plans)
+        plans.proposals, plans.metadata, plans.places, plans.document = all_plans, metadata, {}, None
+        return decided, nothing
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Return what this rank writes."""
+        plans = self._plans
+        if new_plan.usable:
+            plans.proposed, plans.decided, plans.results = self._proposal, new_plan, None
+        assert plans.decided is not None
+        return super().finish_plan(plans.decided)
 
 
 def _tensor_of(planner: SavePlanner, item: WriteItem) -> torch.Tensor:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from safeckpt.distributed import (
     Group,
+    PlanCache,
     differing_names,
     drifted_ranks,
     first_answer,
@@ -139,6 +140,7 @@ class Saver:
         self._is_warm = False
         self._background = BackgroundWriter()
         self._memory: MemoryCopy | None = None
+        self._plans = PlanCache()
 
     @property
     def memory(self) -> MemoryCopy | None:
@@ -169,7 +171,9 @@ class Saver:
             self._report_drift(group, what, draft, summary.drifted)
         self._add_rank_states(group, what, draft, summary)
         run.directory.refuse_unshared(what)
-        writer = writer_of(draft, run.directory, run.components, self._progress, copies_differ=bool(summary.drifted))
+        writer = writer_of(
+            draft, run.directory, run.components, self._progress, self._plans, copies_differ=bool(summary.drifted)
+        )
         if self._staging is None:
             return self._write(group, what, writer)
         return self._start_write(group, what, writer, self._staging)

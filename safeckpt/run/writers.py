@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from safeckpt.distributed import Group, first_answer, local_parts, replace_local_parts, write_shards
+from safeckpt.distributed import Group, PlanCache, first_answer, local_parts, replace_local_parts, write_shards
 from safeckpt.file import INDEX, PreparedFile, ShardFile, open_file, prepare
 from safeckpt.run.capturing import Draft
 from safeckpt.run.catalog import Checkpoint
@@ -60,6 +60,7 @@ def writer_of(
     directory: RunDirectory,
     components: Mapping[str, Component],
     progress: Progress | None,
+    plans: PlanCache,
     *,
     copies_differ: bool,
 ) -> Writer:
@@ -70,10 +71,11 @@ def writer_of(
         directory: Where it is written.
         components: The live objects: what of their state is guarded.
         progress: Told how much of a file is written.
+        plans: What was planned for the save before, of shards.
         copies_differ: Whether ranks that ought to hold equal copies do not.
     """
     if draft.is_sharded:
-        return ShardedWriter(draft, directory, copies_differ=copies_differ)
+        return ShardedWriter(draft, directory, plans, copies_differ=copies_differ)
     return FileWriter(draft, directory, components, progress)
 
 
@@ -135,8 +137,9 @@ class FileWriter:
 class ShardedWriter:
     """Writes every rank's shards into a directory, then an index that says what belongs to it."""
 
-    def __init__(self, draft: Draft, directory: RunDirectory, *, copies_differ: bool) -> None:
+    def __init__(self, draft: Draft, directory: RunDirectory, plans: PlanCache, *, copies_differ: bool) -> None:
         self.checkpoint = draft.checkpoint
+        self._plans = plans
         self._copies_differ = copies_differ
         self._payload = draft.payload
         self._shards = draft.shards
@@ -164,7 +167,9 @@ class ShardedWriter:
         with group.section(f"{what}: looking for its directory"):
             self._directory.wait_for(place)
         with group.section(f"{what}: writing shards", _all_files) as shards:
-            shards.answer = write_shards(self._shards, place, group, files.write_inside, drifted=self._copies_differ)
+            shards.answer = write_shards(
+                self._shards, place, group, files.write_inside, self._plans, drifted=self._copies_differ
+            )
         self._written = shards.result
 
     def prepare(self) -> Checkpoint:
