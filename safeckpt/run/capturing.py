@@ -33,7 +33,7 @@ from safeckpt.system.warn import warn_caller
 __all__ = ["Capturer", "Draft"]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Draft:
     """One rank's part of a checkpoint, captured and guarded; its tensors alias the live ones.
 
@@ -41,14 +41,14 @@ class Draft:
         checkpoint: The checkpoint to be.
         captured: The payload as it was captured.
         payload: The payload as it is written: encoded, with place holders for the shards.
-        shards: The tensors behind the place holders that this rank writes.
+        shards: What this rank writes into a directory: the tensors behind the place holders.
         is_sharded: Whether the checkpoint is a directory.
         guard: What the guard let pass, for the header.
         digests: What the ranks are compared by; empty for a process by itself.
     """
 
     checkpoint: Checkpoint
-    captured: dict[str, Any]
+    captured: Mapping[str, Any]
     payload: Any
     shards: ShardTensors
     is_sharded: bool

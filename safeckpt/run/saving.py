@@ -169,7 +169,7 @@ class Saver:
             self._refuse_parts(group, what, draft)
         if summary.drifted:
             self._report_drift(group, what, draft, summary.drifted)
-        self._add_rank_states(group, what, draft, summary)
+        draft = self._with_rank_states(group, what, draft, summary)
         run.directory.refuse_unshared(what)
         writer = writer_of(
             draft, run.directory, run.components, self._progress, self._plans, copies_differ=bool(summary.drifted)
@@ -191,8 +191,8 @@ class Saver:
         except NonFiniteError as error:
             self.note_refusal(error)
             raise
-        draft.checkpoint = dataclasses.replace(section.result.checkpoint, path=draft.checkpoint.path)
-        return draft, section.result
+        checkpoint = dataclasses.replace(section.result.checkpoint, path=draft.checkpoint.path)
+        return dataclasses.replace(draft, checkpoint=checkpoint), section.result
 
     def _save_again(self, group: Group, what: str, draft: Draft) -> Checkpoint:
         """Return the newest checkpoint, with a new loss or new metrics in it, if it holds what the objects hold.
@@ -256,8 +256,8 @@ class Saver:
             if group.is_rank_zero:
                 warn_caller(drift_text(step, ranks, names), ReplicaDriftWarning)
 
-    def _add_rank_states(self, group: Group, what: str, draft: Draft, summary: _Summary) -> None:
-        """Take the directory, and add what each rank has otherwise than rank 0 to what is written.
+    def _with_rank_states(self, group: Group, what: str, draft: Draft, summary: _Summary) -> Draft:
+        """Take the directory, and return the draft with what each rank has otherwise than rank 0 in it.
 
         Into a file rank 0 writes it for all; into a directory each rank writes its own.
         """
@@ -273,18 +273,20 @@ class Saver:
             else:  # a copy: a view would be sent with all of the memory around it
                 state = copy_tree(to_cpu(rank_state_of(draft.captured, draft.digests, summary.digests)))
                 if draft.is_sharded:
-                    draft.shards[rank_key(group.rank)] = pack_rank_state(state)
-                    state = {}
+                    own_item = {rank_key(group.rank): pack_rank_state(state)}
+                    draft, state = dataclasses.replace(draft, shards={**draft.shards, **own_item}), {}
             section.answer = _RankState(encode(state, root="payload"), unread)
         if draft.is_sharded:
             self._verify_older(group, what, section.result)
-        if group.size > 1 and group.is_rank_zero:
-            draft.payload = with_world(
-                draft.payload,
-                group.size,
-                own_gradients=summary.own_gradients,
-                rank_states=None if draft.is_sharded else [answer.state for answer in section.answers],
-            )
+        if group.size == 1 or not group.is_rank_zero:
+            return draft
+        payload = with_world(
+            draft.payload,
+            group.size,
+            own_gradients=summary.own_gradients,
+            rank_states=None if draft.is_sharded else [answer.state for answer in section.answers],
+        )
+        return dataclasses.replace(draft, payload=payload)
 
     def _verify_older(self, group: Group, what: str, steps: list[int]) -> None:
         """Read older checkpoints whose state decides what may be deleted: all ranks together, since they are large."""
