@@ -34,7 +34,7 @@ class Writer(Protocol):
     """Writes one checkpoint.
 
     Attributes:
-        checkpoint: The checkpoint to be.
+        checkpoint: The checkpoint to be, whose size is not known yet.
     """
 
     checkpoint: Checkpoint
@@ -46,7 +46,7 @@ class Writer(Protocol):
         """Write what every rank writes by itself. Called by all ranks at once."""
 
     def prepare(self) -> Checkpoint:
-        """Lay out what rank 0 writes, and return the checkpoint with its size. On rank 0."""
+        """Lay out what rank 0 writes, write nothing, and return the checkpoint with its size. On rank 0."""
 
     def commit(self) -> None:
         """Write it and give the checkpoint its name. On rank 0, after `prepare`."""
@@ -116,8 +116,7 @@ class FileWriter:
             # Once more in what is written: training may have gone on in another thread since the guard has looked.
             finite=guarded_in(payload, payload[RESERVED_KEY], self._components, guard_from_record(self._guard)),
         )
-        self.checkpoint = dataclasses.replace(self.checkpoint, size_bytes=self._prepared.size_bytes)
-        return self.checkpoint
+        return dataclasses.replace(self.checkpoint, size_bytes=self._prepared.size_bytes)
 
     def commit(self) -> None:
         """See `Writer`."""
@@ -147,6 +146,7 @@ class ShardedWriter:
         self._directory = directory
         self._temp: Path | None = None  # on rank 0
         self._written: list[ShardFile] = []
+        self._index: PreparedFile | None = None
 
     def stage(self, staging: Staging, *, is_rank_zero: bool) -> dict[str, Any] | None:
         """See `Writer`: a rank has no copy of the whole state."""
@@ -173,7 +173,7 @@ class ShardedWriter:
         self._written = shards.result
 
     def prepare(self) -> Checkpoint:
-        """See `Writer`: write the index, which says what belongs to the checkpoint."""
+        """See `Writer`: the index, which says what belongs to the checkpoint."""
         assert self._temp is not None
         size = sum(length for _, length, _ in self._written)
         for name, length, _ in self._written:  # as this node sees them, before they are promised
@@ -188,14 +188,15 @@ class ShardedWriter:
         header = self.checkpoint.header(
             guard=self._guard, **self._directory.rules, shards=len(self._written), shards_bytes=size
         )
-        index = prepare(to_cpu(payload), header=header)
-        self._directory.files.write_inside(self._temp / INDEX, index.write, size_bytes=index.size_bytes)
-        self.checkpoint = dataclasses.replace(self.checkpoint, size_bytes=size + index.size_bytes)
-        return self.checkpoint
+        self._index = prepare(to_cpu(payload), header=header)
+        return dataclasses.replace(self.checkpoint, size_bytes=size + self._index.size_bytes)
 
     def commit(self) -> None:
-        """See `Writer`."""
+        """See `Writer`: the index is written last, beside the shards."""
+        index = self._index
         assert self._temp is not None
+        assert index is not None
+        self._directory.files.write_inside(self._temp / INDEX, index.write, size_bytes=index.size_bytes)
         self._directory.files.commit_folder(self.checkpoint.step, self._temp)
 
     def discard(self) -> None:
