@@ -29,7 +29,7 @@ from safeckpt.run import (
     Wanted,
 )
 from safeckpt.run.arguments import checked_names, checked_notes, checked_step
-from safeckpt.run.catalog import Checkpoint
+from safeckpt.run.catalog import Catalog, Checkpoint
 from safeckpt.run.pruning import Pruning
 from safeckpt.run.schedule import SaveSchedule
 from safeckpt.run.stop_signals import StopSignals
@@ -143,21 +143,18 @@ class CheckpointManager:
             "notes": checked_notes(notes),
         }
         membership = Membership(ranks, settings, files.path)
-        run_directory = RunDirectory(files, lock, timeline, membership)
-        self._pruning = pruning = Pruning(files, run_directory.catalog, keep_last, keep_best, keep_every)
-        run_directory.rules = pruning.rules
-        run_directory.notes = settings["notes"]
+        catalog = Catalog(files, None if progress is None else functools.partial(progress, "verify"))
+        run_directory = RunDirectory(catalog, lock, timeline, membership)
+        self._pruning = pruning = Pruning(catalog, keep_last, keep_best, keep_every)
         registered = register(components)
         settings["components"] = {name: component.kind for name, component in registered.items()}
         replay = Replay(files.losses, on_replay_mismatch, run_directory.add_event, lambda: lock.held)
-        if progress is not None:
-            run_directory.catalog.progress = functools.partial(progress, "verify")
         for line in uncaptured(components):
             warn_caller(f"Not captured: {line}.", UncapturedStateWarning)
         self._signals = StopSignals(stop_signals)
         self._save_on_exit = save_on_exit
         self._mutex = threading.RLock()  # threads that call one manager take turns
-        self._run = run = Run(registered, timeline, run_directory, membership, replay)
+        self._run = run = Run(registered, timeline, run_directory, membership, replay, settings["notes"])
         # Last: a manager that was refused leaves no hook on an optimizer behind.
         self._capturer = Capturer(run, guard, grads, components)
         self._restorer = Restorer(run)
@@ -389,7 +386,6 @@ class CheckpointManager:
             self._steps.on_restored()
             if restored.is_whole:
                 self._pruning.adopt(restored.header)
-                self._run.directory.rules = self._pruning.rules
             return restored.checkpoint
 
     # -- rolling back ------------------------------------------------------------------------------------------------

@@ -119,7 +119,7 @@ class Capturer:
             created_at=dt.datetime.now(dt.UTC),
             size_bytes=0,
             run_id=run.timeline.run_id or secrets.token_hex(8),  # the system's entropy: no random stream is touched
-            notes=run.directory.notes,
+            notes=run.notes,
         )
         return Draft(
             checkpoint,

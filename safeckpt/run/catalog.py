@@ -113,14 +113,17 @@ class Catalog:
 
     A file that has not changed is not read twice: device, inode, size and modification time tell.
 
-    Attributes:
-        directory: Where they are.
+    Args:
+        files: The directory.
         progress: Told how far the check of a checkpoint is that is opened to be read.
+
+    Attributes:
+        files: The directory.
     """
 
-    def __init__(self, directory: CheckpointDirectory) -> None:
-        self.directory = directory
-        self.progress: Progress | None = None
+    def __init__(self, files: CheckpointDirectory, progress: Progress | None = None) -> None:
+        self.files = files
+        self._progress = progress
         self._seen: OrderedDict[Path, tuple[_Identity, Checkpoint]] = OrderedDict()
         self._verdicts: OrderedDict[Path, tuple[_Identity, bool]] = OrderedDict()
 
@@ -131,7 +134,7 @@ class Catalog:
             LoadError: It is not a checkpoint of ours, damaged so that it shows at once, or of a newer format.
             FileNotFoundError: It is gone.
         """
-        path = self.directory.path_of(step)
+        path = self.files.path_of(step)
         identity = _identity(path)
         known = self._seen.get(path)
         if known is not None and known[0] == identity:
@@ -149,13 +152,13 @@ class Catalog:
             LoadError: It is not good.
             FileNotFoundError: It is missing.
         """
-        path = self.directory.path_of(step)
+        path = self.files.path_of(step)
         with _opened(path) as file:
-            yield file, _verified(file, step, path, part=part, parts=parts, progress=self.progress)
+            yield file, _verified(file, step, path, part=part, parts=parts, progress=self._progress)
 
     def is_good(self, step: int) -> bool:
         """Tell whether every byte of a step's file is as it was written; what cannot be read is not known to be."""
-        return self.is_good_file(self.directory.path_of(step), step)
+        return self.is_good_file(self.files.path_of(step), step)
 
     def is_good_file(self, path: Path, step: int) -> bool:
         """Like `is_good`, for a file under another name."""
@@ -179,7 +182,7 @@ class Catalog:
 
     def is_cached(self, step: int) -> bool:
         """Tell whether a step's file was read, or written by this process, and has not changed since."""
-        path = self.directory.path_of(step)
+        path = self.files.path_of(step)
         try:
             return path in self._verdicts and self._verdicts[path][0] == _identity(path)
         except (DamagedCheckpointError, OSError):
@@ -187,7 +190,7 @@ class Catalog:
 
     def remember_verdict(self, step: int, *, good: bool = True) -> None:
         """Note that the file of a step was read, or that this process has just written it: nobody has to read it."""
-        path = self.directory.path_of(step)
+        path = self.files.path_of(step)
         with contextlib.suppress(OSError, DamagedCheckpointError):
             _remember(self._verdicts, path, (_identity(path), good))
 
@@ -206,7 +209,7 @@ class Catalog:
             found: list[Checkpoint] = []
             bad: list[tuple[Path, str]] = []
             vanished = False
-            for step in self.directory.steps():
+            for step in self.files.steps():
                 try:
                     found.append(self.peek(step))
                 except FormatVersionError:
@@ -214,7 +217,7 @@ class Catalog:
                 except FileNotFoundError:
                     vanished = True  # pruned a moment ago by its writer, which has then committed a newer one
                 except LoadError as error:
-                    bad.append((self.directory.path_of(step), reason_of(error)))
+                    bad.append((self.files.path_of(step), reason_of(error)))
             if not vanished:
                 break
         for path, reason in bad:
@@ -235,7 +238,7 @@ class Catalog:
             SafeckptWarning: There is none, and the history of the directory says that there were.
         """
         tried: set[int] = set()
-        while (step := max((step for step in self.directory.steps() if step not in tried), default=None)) is not None:
+        while (step := max((step for step in self.files.steps() if step not in tried), default=None)) is not None:
             tried.add(step)
             try:
                 with self.open_step(step) as (_, checkpoint):
@@ -243,7 +246,7 @@ class Catalog:
             except (LoadError, OSError) as error:
                 fault = fault_of(error)
             if isinstance(fault, Bad):
-                warn_skipped(self.directory.path_of(step), fault.reason)
+                warn_skipped(self.files.path_of(step), fault.reason)
         if not tried:
             self.warn_if_emptied()
         return None
@@ -254,16 +257,16 @@ class Catalog:
         They may be on a disk that is not mounted, or deleted by mistake; what begins now would pass for a resume.
         """
         try:
-            saved = [event for event in self.directory.events.read() if event.get("kind") == "saved"]
-            is_empty = not self.directory.steps()  # again: a first checkpoint may have come before this look at history
+            saved = [event for event in self.files.events.read() if event.get("kind") == "saved"]
+            is_empty = not self.files.steps()  # again: a first checkpoint may have come before this look at history
         except OSError:
             return
         if saved and is_empty:
             warn_caller(
-                f"{self.directory.path} holds no checkpoint, but its history says that {len(saved)} were saved, the "
+                f"{self.files.path} holds no checkpoint, but its history says that {len(saved)} were saved, the "
                 f"last one of step {saved[-1].get('step')!r} at {saved[-1].get('time')!r}. Nothing was restored: a run "
                 "that goes on now starts from the beginning. If the checkpoints were moved or deleted by mistake, stop "
-                f"it and put them back; if not, delete {self.directory.events.path.name} as well.",
+                f"it and put them back; if not, delete {self.files.events.path.name} as well.",
                 SafeckptWarning,
             )
 

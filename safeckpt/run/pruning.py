@@ -11,7 +11,6 @@ from safeckpt.errors import LoadError, SafeckptWarning
 from safeckpt.run.catalog import Catalog, score
 from safeckpt.store import (
     Best,
-    CheckpointDirectory,
     KeepBest,
     KeepEvery,
     KeepLast,
@@ -39,8 +38,7 @@ class Pruning:
     """Deletes the checkpoints that no policy keeps.
 
     Args:
-        files: The directory.
-        catalog: Tells which of its files are good, and their metrics.
+        catalog: The checkpoints of the directory.
         keep_last: Newest good ones to keep.
         keep_best: Best ones to keep, for one metric or several.
         keep_every: What to keep for good: steps that are its multiples, or the newest good one of each period.
@@ -48,13 +46,12 @@ class Pruning:
 
     def __init__(
         self,
-        files: CheckpointDirectory,
         catalog: Catalog,
         keep_last: int,
         keep_best: Best | Sequence[Best] | None,
         keep_every: int | dt.timedelta | None,
     ) -> None:
-        self._files = files
+        self._files = catalog.files
         self._catalog = catalog
         self._keep_last = keep_last
         # What a file under our name says does not change while we hold the directory: not even its status is looked

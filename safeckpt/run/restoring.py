@@ -195,7 +195,7 @@ class Restorer:
         return restored
 
     def _note_changes(self, checkpoint: Checkpoint) -> list[str]:
-        return note_changes(checkpoint.notes, self._run.directory.notes)
+        return note_changes(checkpoint.notes, self._run.notes)
 
     def _is_same_run(self, wanted: Wanted, restored: Restored) -> bool:
         """Return whether the losses that follow are those on record."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from safeckpt.distributed import Group
 from safeckpt.run.membership import Membership
@@ -25,6 +26,7 @@ class Run:
         directory: Where its checkpoints are.
         membership: The processes that train it.
         replay: The record of its losses.
+        notes: What else the script wants to have in each checkpoint.
     """
 
     components: Mapping[str, Component]
@@ -32,6 +34,7 @@ class Run:
     directory: RunDirectory
     membership: Membership
     replay: Replay
+    notes: Mapping[str, Any]
 
     @property
     def group(self) -> Group:

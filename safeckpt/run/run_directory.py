@@ -13,7 +13,7 @@ from safeckpt.errors import DirectoryInUseError, DirectoryLockedError, Directory
 from safeckpt.run.catalog import Catalog, Checkpoint
 from safeckpt.run.membership import Membership
 from safeckpt.run.timeline import Timeline
-from safeckpt.store import CheckpointDirectory, WriterLock
+from safeckpt.store import WriterLock
 
 __all__ = ["RunDirectory"]
 
@@ -25,27 +25,21 @@ class RunDirectory:
     """A directory as one run uses it. Of several processes only rank 0 writes, holds the lock and keeps the history.
 
     Args:
-        files: The directory.
+        catalog: Its checkpoints.
         lock: The right to write.
         timeline: Where the run stands.
         membership: The processes of the run.
 
     Attributes:
-        files: The directory.
-        lock: The right to write.
         catalog: Its checkpoints.
-        rules: What is kept in it, for the header of each checkpoint.
-        notes: What else the script wants to have there.
+        files: Its files, under the names that checkpoints have.
+        lock: The right to write.
     """
 
-    def __init__(
-        self, files: CheckpointDirectory, lock: WriterLock, timeline: Timeline, membership: Membership
-    ) -> None:
-        self.files = files
+    def __init__(self, catalog: Catalog, lock: WriterLock, timeline: Timeline, membership: Membership) -> None:
+        self.catalog = catalog
+        self.files = catalog.files
         self.lock = lock
-        self.catalog = Catalog(files)
-        self.rules: dict[str, Any] = {}
-        self.notes: dict[str, Any] = {}
         self._timeline = timeline
         self._membership = membership
         self._shared_by: Group | None = None  # the ranks that are known to see one directory

@@ -172,7 +172,13 @@ class Saver:
         draft = self._with_rank_states(group, what, draft, summary)
         run.directory.refuse_unshared(what)
         writer = writer_of(
-            draft, run.directory, run.components, self._progress, self._plans, copies_differ=bool(summary.drifted)
+            draft,
+            run.directory,
+            run.components,
+            self._progress,
+            self._plans,
+            rules=self._pruning.rules,
+            copies_differ=bool(summary.drifted),
         )
         if self._staging is None:
             return self._write(group, what, writer)

@@ -62,6 +62,7 @@ def writer_of(
     progress: Progress | None,
     plans: PlanCache,
     *,
+    rules: Mapping[str, Any],
     copies_differ: bool,
 ) -> Writer:
     """Return the writer of a draft.
@@ -72,11 +73,12 @@ def writer_of(
         components: The live objects: what of their state is guarded.
         progress: Told how much of a file is written.
         plans: What was planned for the save before, of shards.
+        rules: What is kept in the directory, for the header.
         copies_differ: Whether ranks that ought to hold equal copies do not.
     """
     if draft.is_sharded:
-        return ShardedWriter(draft, directory, plans, copies_differ=copies_differ)
-    return FileWriter(draft, directory, components, progress)
+        return ShardedWriter(draft, directory, rules, plans, copies_differ=copies_differ)
+    return FileWriter(draft, directory, rules, components, progress)
 
 
 class FileWriter:
@@ -86,6 +88,7 @@ class FileWriter:
         self,
         draft: Draft,
         directory: RunDirectory,
+        rules: Mapping[str, Any],
         components: Mapping[str, Component],
         progress: Progress | None,
     ) -> None:
@@ -94,7 +97,7 @@ class FileWriter:
         self._guard = draft.guard
         self._components = components
         self._files = directory.files
-        self._rules = directory.rules
+        self._rules = rules
         self._progress = progress
         self._prepared: PreparedFile | None = None
 
@@ -136,8 +139,11 @@ class FileWriter:
 class ShardedWriter:
     """Writes every rank's shards into a directory, then an index that says what belongs to it."""
 
-    def __init__(self, draft: Draft, directory: RunDirectory, plans: PlanCache, *, copies_differ: bool) -> None:
+    def __init__(
+        self, draft: Draft, directory: RunDirectory, rules: Mapping[str, Any], plans: PlanCache, *, copies_differ: bool
+    ) -> None:
         self.checkpoint = draft.checkpoint
+        self._rules = rules
         self._plans = plans
         self._copies_differ = copies_differ
         self._payload = draft.payload
@@ -185,9 +191,7 @@ class ShardedWriter:
                 )
         payload = {**self._payload}
         payload[RESERVED_KEY] = {**payload[RESERVED_KEY], "files": [list(shard) for shard in self._written]}
-        header = self.checkpoint.header(
-            guard=self._guard, **self._directory.rules, shards=len(self._written), shards_bytes=size
-        )
+        header = self.checkpoint.header(guard=self._guard, **self._rules, shards=len(self._written), shards_bytes=size)
         self._index = prepare(to_cpu(payload), header=header)
         return dataclasses.replace(self.checkpoint, size_bytes=size + self._index.size_bytes)
 
