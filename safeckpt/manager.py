@@ -31,11 +31,12 @@ from safeckpt.run import (
 from safeckpt.run.arguments import checked_names, checked_notes, checked_step
 from safeckpt.run.catalog import Catalog, Checkpoint
 from safeckpt.run.pruning import Pruning
+from safeckpt.run.saved_hook import SavedHook
 from safeckpt.run.schedule import SaveSchedule
 from safeckpt.run.stop_signals import StopSignals
 from safeckpt.state import Guard, register, uncaptured
 from safeckpt.store import Best, CheckpointDirectory, WriterLock
-from safeckpt.system.arguments import checked_bool, checked_int
+from safeckpt.system.arguments import checked_bool
 from safeckpt.system.warn import warn_caller
 
 __all__ = ["CheckpointManager"]
@@ -65,7 +66,6 @@ class CheckpointManager:
         grads: Which gradients are part of the state. None: those that a backward pass has touched since their
             optimizer's last step, so that a save between two micro-steps of gradient accumulation is exact. True: all.
             False: none; a restore then begins with none, as after `zero_grad()`.
-        max_rollbacks: Rollbacks allowed without a new checkpoint in between.
         on_replay_mismatch: What to do when a loss that is computed again after a restart differs from the recorded
             one: `"warn"` for a `ReplayMismatchWarning`, `"error"` for a `ReplayMismatchError`, `"ignore"`.
         stop_signals: Signals that ask the run to stop, for example `(signal.SIGTERM, signal.SIGUSR1)`: the next
@@ -80,6 +80,9 @@ class CheckpointManager:
 
         notes: Plain values that are kept with each checkpoint and never restored, such as `vars(args)`. `safeckpt show`
             prints them; those that differ at a restore are an `EnvironmentChangedWarning`.
+        on_saved: Called as `on_saved(checkpoint)` after each commit, in the order of the commits: to log it elsewhere,
+            to copy it, to point a link at it. It is called in a thread of its own, in a process group on rank 0, and
+            `close` waits for it. What it raises is a warning.
 
     Raises:
         TypeError: An argument or a component is of a kind that is not accepted; the text names those that are.
@@ -111,7 +114,6 @@ class CheckpointManager:
         async_save: bool = False,
         guard: Guard = Guard(),  # noqa: B008 - frozen
         grads: bool | None = None,
-        max_rollbacks: int = 3,
         on_replay_mismatch: ReplayPolicy = "warn",
         stop_signals: Iterable[int] = (),
         lock_timeout_seconds: float = 10.0,
@@ -119,12 +121,12 @@ class CheckpointManager:
         progress: Callable[[str, int, int], object] | None = None,
         save_on_exit: bool = True,
         notes: Mapping[str, Any] | None = None,
+        on_saved: Callable[[Checkpoint], object] | None = None,
     ) -> None:
         _check_options(
             guard=guard,
             async_save=async_save,
             grads=grads,
-            max_rollbacks=max_rollbacks,
             ranks=ranks,
             progress=progress,
             save_on_exit=save_on_exit,
@@ -138,7 +140,6 @@ class CheckpointManager:
             "save_every": save_every,
             "async_save": async_save,
             "grads": grads,
-            "max_rollbacks": max_rollbacks,
             "ranks": ranks,
             "notes": checked_notes(notes),
         }
@@ -153,6 +154,7 @@ class CheckpointManager:
             warn_caller(f"Not captured: {line}.", UncapturedStateWarning)
         self._signals = StopSignals(stop_signals)
         self._save_on_exit = save_on_exit
+        self._hook = None if on_saved is None else SavedHook(on_saved)
         self._mutex = threading.RLock()  # threads that call one manager take turns
         self._run = run = Run(registered, timeline, run_directory, membership, replay, settings["notes"])
         # Last: a manager that was refused leaves no hook on an optimizer behind.
@@ -160,8 +162,10 @@ class CheckpointManager:
         self._restorer = Restorer(run)
         progress = None if progress is None else functools.partial(progress, "save")
         self._saver = Saver(run, self._capturer, self._restorer, pruning, asynchronous=async_save, progress=progress)
+        if self._hook is not None:
+            self._saver.committed.append(self._hook.committed)
         self._steps = Steps(run, self._capturer, self._saver, lambda: self._signals.requested)
-        self._rollback = Rollback(run, self._restorer, self._saver, self._steps, max_rollbacks)
+        self._rollback = Rollback(run, self._restorer, self._saver, self._steps)
 
     @property
     def step(self) -> int:
@@ -217,6 +221,8 @@ class CheckpointManager:
     def _close(self) -> None:
         with contextlib.ExitStack() as closing:  # each of them, whatever another one raises
             closing.callback(self._run.close)
+            if self._hook is not None:
+                closing.callback(self._hook.close)
             closing.callback(self._steps.close)
             closing.callback(self._capturer.close)
             closing.callback(self._signals.restore)
@@ -390,7 +396,7 @@ class CheckpointManager:
 
     # -- rolling back ------------------------------------------------------------------------------------------------
 
-    def rollback(self, *, skip_batches: int = 0, changed: bool = False) -> Checkpoint:
+    def rollback(self, *, skip_batches: int = 0, changed: bool = False, max_rollbacks: int = 3) -> Checkpoint:
         """Go back to the last finite checkpoint inside the running process.
 
         Restores everything as `restore` does, clears the gradients, and sets aside checkpoints that are newer than
@@ -404,6 +410,7 @@ class CheckpointManager:
             skip_batches: Leave out this many of the batches handed out last, 1 for the one that failed. The earlier
                 ones since the checkpoint are replayed as they were.
             changed: Something that the manager cannot see is changed before training goes on.
+            max_rollbacks: How many are allowed without a new checkpoint in between.
 
         Returns:
             The checkpoint that the run is at now.
@@ -412,7 +419,8 @@ class CheckpointManager:
             RollbackLoopError: The same step failed again after a rollback that changed nothing, or there were
                 `max_rollbacks` of them without a new checkpoint. Nothing was changed.
             CheckpointNotFoundError: There is no good checkpoint to go back to. Nothing was changed.
-            ValueError: `skip_batches` is negative, or no component is a loader that can leave out batches.
+            ValueError: `skip_batches` is negative, `max_rollbacks` is below 1, or no component is a loader that can
+                leave out batches.
             DirectoryLockedError: Another writer holds the directory. Nothing was changed.
 
         Warns:
@@ -423,12 +431,10 @@ class CheckpointManager:
         with self._mutex:
             self._run.timeline.refuse_closed()
             self.wait()
-            return self._rollback.roll_back(skip_batches=skip_batches, changed=changed)
+            return self._rollback.roll_back(skip_batches=skip_batches, changed=changed, most=max_rollbacks)
 
 
-def _check_options(
-    *, guard: Any, async_save: Any, grads: Any, max_rollbacks: Any, ranks: Any, progress: Any, save_on_exit: Any
-) -> None:
+def _check_options(*, guard: Any, async_save: Any, grads: Any, ranks: Any, progress: Any, save_on_exit: Any) -> None:
     """Refuse options of a wrong kind.
 
     Raises:
@@ -443,6 +449,5 @@ def _check_options(
     checked_bool("save_on_exit", save_on_exit)
     if grads is not None and not isinstance(grads, bool):
         raise TypeError(f"grads must be True, False or None; got {grads!r}")
-    checked_int("max_rollbacks", max_rollbacks, least=1)
     if progress is not None and not callable(progress):
         raise TypeError(f"progress must be callable as progress(what, done_bytes, total_bytes); got {progress!r}")

@@ -41,25 +41,24 @@ class Rollback:
         restorer: Puts the checkpoint into the live objects.
         saver: Has a copy of the newest checkpoint in memory, perhaps.
         steps: Knows which batches belong to a step.
-        most: Rollbacks allowed without a new checkpoint in between.
     """
 
-    def __init__(self, run: Run, restorer: Restorer, saver: Saver, steps: Steps, most: int) -> None:
+    def __init__(self, run: Run, restorer: Restorer, saver: Saver, steps: Steps) -> None:
         self._run = run
         self._restorer = restorer
         self._saver = saver
         self._steps = steps
-        self._most = most
 
-    def roll_back(self, *, skip_batches: int, changed: bool) -> Checkpoint:
+    def roll_back(self, *, skip_batches: int, changed: bool, most: int) -> Checkpoint:
         """Go back to the newest checkpoint."""
+        checked_int("max_rollbacks", most, least=1)
         run, group = self._run, self._run.group
         changes = changed or bool(skip_batches)
         with group.section("rolling back", _agree) as section:
             left_out = self._batches_to_leave_out(skip_batches)
             section.answer = _Answer(
-                failing=self._check_possible(changes=changes),
-                arguments={"skip_batches": skip_batches, "changed": changed},
+                failing=self._check_possible(changes=changes, most=most),
+                arguments={"skip_batches": skip_batches, "changed": changed, "max_rollbacks": most},
             )
             if group.is_rank_zero:
                 run.directory.enter()
@@ -90,7 +89,7 @@ class Rollback:
         _log.info("rolled back from step %d to step %d", failing.step, checkpoint.step)
         return checkpoint
 
-    def _check_possible(self, *, changes: bool) -> Refusal:
+    def _check_possible(self, *, changes: bool, most: int) -> Refusal:
         """Return the step that failed.
 
         Raises:
@@ -100,8 +99,8 @@ class Rollback:
         timeline, path = self._run.timeline, self._run.directory.path
         failing = timeline.refusal or Refusal(timeline.step + 1, "no save or step was refused")
         attempts = len(timeline.rollbacks)
-        if attempts >= self._most:
-            reason = f"max_rollbacks={self._most} without a new checkpoint in between"
+        if attempts >= most:
+            reason = f"max_rollbacks={most} without a new checkpoint in between"
             raise RollbackLoopError(step=failing.step, attempts=attempts, reason=reason, path=path)
         if not changes and RollbackRecord(failing.step, changed=False) in timeline.rollbacks:
             reason = "the last rollback changed nothing, and neither would this one"

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from safeckpt.distributed import (
@@ -119,6 +119,9 @@ class Saver:
         pruning: Deletes what is no longer needed.
         asynchronous: Whether a thread writes.
         progress: Told how much of a file is written.
+
+    Attributes:
+        committed: Called with each checkpoint after its commit, on rank 0.
     """
 
     def __init__(
@@ -139,6 +142,7 @@ class Saver:
         self._staging = Staging() if asynchronous else None
         self._is_warm = False
         self._background = BackgroundWriter()
+        self.committed: list[Callable[[Checkpoint], object]] = []
         self._memory: MemoryCopy | None = None
         self._plans = PlanCache()
 
@@ -384,6 +388,8 @@ class Saver:
             raise
         run.directory.add_saved_event(checkpoint)
         self._pruning.prune(checkpoint.step)
+        for call in self.committed:
+            call(checkpoint)
         return checkpoint
 
     def _record(self, checkpoint: Checkpoint) -> None:

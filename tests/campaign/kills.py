@@ -244,7 +244,7 @@ def _work(path: Path, death: _Death, say: Say) -> None:
     ctrl = _Ctrl()
     choose = random.Random(death.seed)
     run = new_run()
-    options: dict[str, Any] = {"keep_last": 2, "async_save": death.async_save, "max_rollbacks": 10**6}
+    options: dict[str, Any] = {"keep_last": 2, "async_save": death.async_save}
     if death.graceful:
         options |= {"stop_signals": (death.number,), "save_every": 3}
     seen = 0
@@ -356,7 +356,7 @@ class _Writer:
         self._run.weight.value[1] = float("nan")
         with contextlib.suppress(safeckpt.NonFiniteError):
             self._manager.save(step)
-        self._manager.rollback(changed=True)
+        self._manager.rollback(changed=True, max_rollbacks=10**6)
         assert state_of(self._run) == self._safe
 
     def _damage(self) -> None:
@@ -369,7 +369,7 @@ class _Writer:
         flip(step_path(self._manager.directory, good[-1][0]))
         self._safe = good[-2]
         self._say(now=[self._safe])
-        self._manager.rollback(changed=True)
+        self._manager.rollback(changed=True, max_rollbacks=10**6)
         assert state_of(self._run) == self._safe
 
     def _rewind(self) -> None:

@@ -47,7 +47,7 @@ def _run(scale: Scale, seed: int) -> Outcome:
     with scratch() as folder, quiet(), warnings.catch_warnings():
         warnings.simplefilter("error")
         path = folder / "run"
-        options = {"keep_last": 3, "keep_best": Best("loss"), "async_save": True, "save_every": 1, "max_rollbacks": 9}
+        options = {"keep_last": 3, "keep_best": Best("loss"), "async_save": True, "save_every": 1}
         with manager_of(path, run, **options) as manager:
             for number in range(1, _SAVES[scale] + 1):
                 step = manager.step + 1
@@ -60,7 +60,7 @@ def _run(scale: Scale, seed: int) -> Outcome:
                         manager.end_step(step + 1, loss=0.5)
                         outcome.let_in(f"save {number}: NaN")
                     acts["refusals"] += 1
-                    manager.rollback(changed=True)
+                    manager.rollback(changed=True, max_rollbacks=9)
                     acts["rollbacks"] += 1
                     if state_of(run) != (step, number):
                         outcome.lose(f"save {number}: rolled back to {state_of(run)}")

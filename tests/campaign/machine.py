@@ -74,7 +74,7 @@ class Machine(stateful.RuleBasedStateMachine):
         if self.best:
             retention["keep_best"] = safeckpt.Best("loss")
         self.manager = safeckpt.CheckpointManager(
-            self.folder, self.run.components, lock_timeout_seconds=0.0, max_rollbacks=1000, **retention
+            self.folder, self.run.components, lock_timeout_seconds=0.0, **retention
         )
 
     def on_disk(self) -> set[int]:
@@ -257,7 +257,7 @@ class Machine(stateful.RuleBasedStateMachine):
         if not self.good or self.manager.step != max(self.good):
             return
         self.run.poison()
-        checkpoint = self.manager.rollback(changed=True)
+        checkpoint = self.manager.rollback(changed=True, max_rollbacks=1000)
         assert (checkpoint.step, self.run.step) == (max(self.good), max(self.good))
         self.count("rollbacks")
 

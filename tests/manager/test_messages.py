@@ -85,10 +85,10 @@ def other_shape(path: Path) -> None:
 
 
 def loop(path: Path) -> None:
-    with manager_of(path, Marked(), max_rollbacks=1) as manager:
+    with manager_of(path, Marked()) as manager:
         manager.restore()
-        manager.rollback(changed=True)
-        manager.rollback(changed=True)
+        for _ in range(2):
+            manager.rollback(changed=True, max_rollbacks=1)
 
 
 def locked(path: Path) -> None:

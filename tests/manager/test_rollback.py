@@ -266,15 +266,15 @@ def test_another_step_that_fails_is_no_loop(tmp_path: Path) -> None:
 
 def test_number_of_rollbacks_is_bounded_also_with_changes(tmp_path: Path) -> None:
     """However much is changed, more than `max_rollbacks` without a new checkpoint raise; a checkpoint starts anew."""
-    with manager_of(tmp_path, Marked(), max_rollbacks=2) as manager:
+    with manager_of(tmp_path, Marked()) as manager:
         manager.save(1)
         for round_ in range(2):
             for step in (4, 5):
                 refuse(manager, step)
-                manager.rollback(changed=True)
+                manager.rollback(changed=True, max_rollbacks=2)
             refuse(manager, 6)
             with pytest.raises(safeckpt.RollbackLoopError, match="max_rollbacks=2") as caught:
-                manager.rollback(changed=True)
+                manager.rollback(changed=True, max_rollbacks=2)
             assert caught.value.attempts == 2
             manager.save(2 + round_)
 

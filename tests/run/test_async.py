@@ -545,7 +545,7 @@ def test_loader_workers_started_during_the_write_work(tmp_path: Path) -> None:
 def test_rollback_from_memory_equals_rollback_from_disk(tmp_path: Path) -> None:
     """Both give the state of the save bit for bit and the same losses afterwards; the history says which one it was."""
     run = Run()
-    with manager_of(tmp_path, run, async_save=True, max_rollbacks=5) as manager:
+    with manager_of(tmp_path, run, async_save=True) as manager:
         run.steps(3)
         manager.save(3)
         manager.wait()
@@ -565,7 +565,7 @@ def test_rollback_from_memory_equals_rollback_from_disk(tmp_path: Path) -> None:
 def test_copy_in_memory_survives_training_after_a_rollback_from_it(tmp_path: Path) -> None:
     """What was restored from the copy is not the copy: training on does not change what the next rollback gives."""
     run = Large()
-    with manager_of(tmp_path, run, async_save=True, max_rollbacks=5) as manager:
+    with manager_of(tmp_path, run, async_save=True) as manager:
         run.fill(1)
         manager.save(1)
         manager.wait()
@@ -659,7 +659,7 @@ def test_device_state_restores_and_rolls_back(tmp_path: Path) -> None:
     run = Run()
     run.model.cuda()
     run._data, run._target = run._data.cuda(), run._target.cuda()
-    with manager_of(tmp_path, run, async_save=True, max_rollbacks=5) as manager:
+    with manager_of(tmp_path, run, async_save=True) as manager:
         run.steps(2)
         manager.save(2)
         manager.wait()
