@@ -138,7 +138,8 @@ class Steps:
         else:
             self._capturer.refuse_loss(step, value)
             run.replay.end_step(step, value)
-            is_due = run.timeline.is_due(step) or self._is_asked_to_stop()
+            self._agreed_to_stop = self._is_asked_to_stop()  # a group of one agrees with itself
+            is_due = run.timeline.is_due(step) or self._agreed_to_stop
         ended = _Ended(step, value, metrics, self._capturer.optimizer_steps)
         if is_due:
             try:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.distributed import groups, scenarios
-from tests.distributed.training import Kind
+from tests.distributed.training import Kind, Run, manager_of
 
 SHARED = (
     "nan_loss_on_one_rank_at_save", "nan_tensor_on_one_rank", "nan_loss_on_one_rank_at_a_step", "disk_full_on_rank_0",
     "interrupt_on_rank_0", "file_that_one_rank_cannot_read", "directory_of_each_rank", "other_shape_on_one_rank",
-    "rotation", "rewind", "pending_gradients", "nothing_there", "refusal_of_one_rank_at_the_end",
+    "rotation", "rewind", "pending_gradients", "nothing_there",
+    "refusal_of_one_rank_at_the_end",
 )  # fmt: skip
 ONLY: dict[Kind, tuple[str, ...]] = {
     "ddp": (
@@ -210,3 +213,15 @@ def test_empty_directory_is_none_on_all(seen: list[dict[str, Any]]) -> None:
         assert none["step"] is None
         assert missing["error"] == "CheckpointNotFoundError"
         assert rollback["error"] == "CheckpointNotFoundError"
+
+
+def _stop_in_a_group_of_one(path: Path) -> bool:
+    with manager_of(Run(), path, stop_signals=(signal.SIGUSR1,)) as manager:
+        signal.raise_signal(signal.SIGUSR1)
+        manager.end_step(1, loss=0.5)
+        return manager.stop_requested
+
+
+def test_process_that_is_a_group_by_itself_is_asked_to_stop(tmp_path: Path) -> None:
+    """Under `torchrun --nproc-per-node 1` a signal is a request at the end of the step, as without a group."""
+    assert groups.results(1, _stop_in_a_group_of_one, tmp_path) == [True]
