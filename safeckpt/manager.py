@@ -76,8 +76,7 @@ class CheckpointManager:
             (`"save"`; with `async_save` in the writing thread) and while it is checked before it is restored
             (`"verify"`). What it raises stops the save or restore as any other error does.
         save_on_exit: Whether leaving the `with` block without an error saves the last step that ended, when it is not
-            saved yet.
-
+            saved yet. One that `end_step(save=False)` owes is saved in any case.
         notes: Plain values that are kept with each checkpoint and never restored, such as `vars(args)`. `safeckpt show`
             prints them; those that differ at a restore are an `EnvironmentChangedWarning`.
         on_saved: Called as `on_saved(checkpoint)` after each commit, in the order of the commits: to log it elsewhere,
@@ -199,7 +198,7 @@ class CheckpointManager:
             self._close()
             return
         try:
-            if self._save_on_exit and not self._run.timeline.is_closed:
+            if (self._save_on_exit or self._steps.is_owed) and not self._run.timeline.is_closed:
                 self._steps.finish()
         except BaseException:
             self._close()
@@ -298,7 +297,9 @@ class CheckpointManager:
         with self._mutex:
             return self._steps.save(step, loss, metrics)
 
-    def end_step(self, step: int, *, loss: Any = None, metrics: Mapping[str, Any] | None = None) -> Checkpoint | None:
+    def end_step(
+        self, step: int, *, loss: Any = None, metrics: Mapping[str, Any] | None = None, save: bool = True
+    ) -> Checkpoint | None:
         """Tell the manager that a step is done: the loss is guarded and recorded, and a checkpoint saved when due.
 
         One is due by `save_every`, and at once when a stop signal has come.
@@ -306,15 +307,20 @@ class CheckpointManager:
         After a restart, losses that were recorded before it are computed again. Each is compared with the recorded
         one, with `==`: `replay` has the result, and the log of `safeckpt` says when all were equal.
 
+        Where things that belong to the step are still to come (validation, schedulers, the end of an epoch), say
+        `save=False`: all of the above happens now, and a checkpoint that is due is owed until `save_due` behind them.
+
         Args:
             step: Optimizer steps completed, higher than at the last call.
             loss: As in `save`. A tensor on a device costs a synchronisation: pass it every n steps if that matters.
             metrics: As in `save`.
+            save: Whether a checkpoint that is due is saved now. False: it is owed, and `save_due` saves it.
 
         Returns:
-            The checkpoint that was saved, None when none was due.
+            The checkpoint that was saved, None when none was.
 
         Raises:
+            RuntimeError: The checkpoint of the step before is owed, and nobody has tried to save it.
             NonFiniteError: The loss is NaN or Inf (or, when a save was due, a guarded tensor). Nothing was written.
             OSError: The system refused the save that was due. The step has ended, and the next one tries to save again.
             ReplayMismatchError: The loss differs from the recorded one, and the manager was told to raise this. The
@@ -326,7 +332,36 @@ class CheckpointManager:
             ReplayMismatchWarning: The loss differs from the recorded one: the resumed run is another run.
         """
         with self._mutex:
-            return self._steps.end(step, loss, metrics)
+            return self._steps.end(step, loss, metrics, save=checked_bool("save", save))
+
+    @property
+    def is_due(self) -> bool:
+        """Whether `save_due` has something to save: a checkpoint is owed, or a stop signal has come since.
+
+        The same on all ranks of a process group.
+        """
+        return self._steps.is_due
+
+    def save_due(self, *, metrics: Mapping[str, Any] | None = None) -> Checkpoint | None:
+        """Save the last step that ended, if `end_step(save=False)` owes its checkpoint or a stop signal has come.
+
+        Objects, random streams and gradients are saved as they are now, the loader's position as it was when the step
+        ended, or at the start of the next epoch when the epoch has ended since. Guarded as in `save`. `save` of that
+        step pays the debt as well, and so does leaving the `with` block; `close` does not.
+
+        Args:
+            metrics: As in `save`; added to those given to `end_step`.
+
+        Returns:
+            The checkpoint, None when nothing was owed.
+
+        Raises:
+            RuntimeError: An optimizer step was made since the step ended: the weights are no longer its own.
+            Exception: What `save` raises. The step has ended all the same; it is still owed, a second call tries
+                again, and the next `end_step` may come, where a checkpoint is due again.
+        """
+        with self._mutex:
+            return self._steps.save_due(metrics)
 
     # -- restoring ---------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,9 @@
 
 Several processes do not stand still at each step. A rank that refuses a loss goes on with the others to the next
 agreement, where all ranks raise the refusal: alone, it would leave them waiting in their next collective.
+
+A step may end before everything that belongs to it has run: validation, schedulers, what a trainer does at the end of
+an epoch. Then a checkpoint that is due is owed, and saved at the next safe point.
 """
 
 from __future__ import annotations
@@ -92,6 +95,8 @@ class Steps:
         self._agreed_to_stop = False
         self._pending: BaseException | None = None
         self._unsaved: _Ended | None = None
+        self._is_owed = False  # a checkpoint was due, and its step has ended without it
+        self._was_tried = False  # and somebody has tried to save it since
         self._is_checked = False
         self._watch = StreamWatch(component.obj for component in run.components.values())
         self._handed_out: deque[tuple[int, dict[str, Any]]] = deque(maxlen=run.membership.ranks.agree_every + 1)
@@ -100,6 +105,17 @@ class Steps:
     def stop_requested(self) -> bool:
         """Whether this process was asked to stop; in a group, whether all ranks know that one of them was."""
         return self._agreed_to_stop if in_group() else self._is_asked_to_stop()
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether a checkpoint was due when the last step ended, and was put off."""
+        return self._is_owed
+
+    @property
+    def is_due(self) -> bool:
+        """Whether `save_due` has something to save; a group agrees on a stop, and owes for it, at a step's end."""
+        is_late = not in_group() and self._is_asked_to_stop() and self._unsaved is not None and not self._is_saved()
+        return self._is_owed or is_late
 
     def take_pending_refusal(self) -> BaseException | None:
         """Return, once, what this rank has refused since the ranks agreed last, and the others do not know."""
@@ -115,20 +131,45 @@ class Steps:
         self._handed_out.clear()
         self._pending = None
         self._unsaved = None
+        self._is_owed = False
         self._watch.end()
 
     def save(self, step: int, loss: Any, metrics: Mapping[str, Any] | None) -> Checkpoint:
         """Save now, after what ranks have refused was raised on all of them."""
         if self._run.group.size > 1:
             self._agree(f"saving step {step}", is_due=True)
+        self._was_tried = True
         checkpoint = self._saver.save(step, Loss.read(loss), metrics)
+        self._is_owed = False
         self._watch.begin(step)
         return checkpoint
 
-    def end(self, step: int, loss: Any, metrics: Mapping[str, Any] | None) -> Checkpoint | None:
-        """Guard and record a loss, and save when it is due or a stop was requested."""
+    def save_due(self, metrics: Mapping[str, Any] | None) -> Checkpoint | None:
+        """Save the last step that ended, where that was put off or a stop was requested since."""
+        more = checked_metrics(metrics)
+        unsaved = self._unsaved
+        self._run.timeline.refuse_closed()
+        if unsaved is None or not self.is_due:
+            return None
+        if self._capturer.optimizer_steps != unsaved.optimizer_steps:
+            raise RuntimeError(
+                f"step {unsaved.step} can be saved no more: an optimizer step was made since end_step({unsaved.step}), "
+                "so the weights are no longer its own. Nothing was written. Call save_due() before the next "
+                "optimizer.step(), and one end_step for each of them"
+            )
+        self._was_tried = True
+        if self._run.group.size > 1:
+            self._agree(f"saving step {unsaved.step}, which was due", is_due=True)
+        checkpoint = self._saver.save(unsaved.step, unsaved.loss, {**(unsaved.metrics or {}), **more})
+        self._is_owed = False
+        self._watch.begin(unsaved.step)
+        return checkpoint
+
+    def end(self, step: int, loss: Any, metrics: Mapping[str, Any] | None, *, save: bool) -> Checkpoint | None:
+        """Guard and record a loss; when a save is due or a stop was requested, save, or owe it."""
         run = self._run
         step = checked_step(step)
+        self._refuse_debt()
         checked_metrics(metrics)
         run.timeline.check_end(step)
         self._capturer.end_loader_step(step)
@@ -141,23 +182,42 @@ class Steps:
             self._agreed_to_stop = self._is_asked_to_stop()  # a group of one agrees with itself
             is_due = run.timeline.is_due(step) or self._agreed_to_stop
         ended = _Ended(step, value, metrics, self._capturer.optimizer_steps)
-        if is_due:
+        if is_due and save:
             try:
                 checkpoint = self._saver.save(step, value, metrics)
             except OSError:
                 run.timeline.end(step)  # it was trained, whatever the disk says; the next one tries to save again
-                self._unsaved = ended
+                self._unsaved, self._is_owed = ended, False
                 raise
             self._is_checked, self._unsaved = True, ended  # a thread may still be writing it
+            self._is_owed = False
             self._watch.begin(step)
             return checkpoint
         self._check_first(step)
         run.timeline.end(step)
-        self._unsaved = ended
+        self._unsaved, self._is_owed, self._was_tried = ended, is_due, False
         if self._pending is None:
             run.timeline.forget_refusal()  # the caller went on without a rollback
         self._saver.warm()
         return None
+
+    def _refuse_debt(self) -> None:
+        """Refuse to end a step while the checkpoint of the one before is owed: nobody may ever come to save it.
+
+        Raises:
+            RuntimeError: It is owed, and nobody has tried to save it.
+        """
+        if self._is_owed and not self._was_tried and self._unsaved is not None:
+            raise RuntimeError(
+                f"the checkpoint of step {self._unsaved.step} was due, and end_step(save=False) has put it off: call "
+                "manager.save_due() when everything that belongs to a step has run, before the next end_step. The "
+                "step has ended; nothing was written, and earlier checkpoints are untouched"
+            )
+
+    def _is_saved(self) -> bool:
+        """Return whether the last step that ended is saved."""
+        saved = self._run.timeline.saved_step
+        return self._unsaved is not None and saved is not None and self._unsaved.step <= saved
 
     def _check_first(self, step: int) -> None:
         """Find out at the first step what would otherwise fail at the first save, many steps later."""
@@ -183,7 +243,7 @@ class Steps:
         except OSError as error:
             failure = error  # of an older step, perhaps: it is in the log, and the disk may have room again
         saved = run.timeline.saved_step
-        if unsaved is None or (saved is not None and unsaved.step <= saved):
+        if unsaved is None or self._is_saved():
             if failure is not None:
                 raise failure
             if saved is not None:
@@ -191,8 +251,9 @@ class Steps:
             return None
         if run.group.size > 1:  # what one rank has refused is raised on all, which would wait for it in the save
             self._agree(f"saving step {unsaved.step} at the end", is_due=True)
-        if run.timeline.refusal is not None:
-            self._warn_unsaved(unsaved.step, "a later step was refused")
+        if (refusal := run.timeline.refusal) is not None:
+            which = "it" if refusal.step == unsaved.step else "a later step"
+            self._warn_unsaved(unsaved.step, f"{which} was refused")
             return None
         if self._capturer.optimizer_steps != unsaved.optimizer_steps:
             self._warn_unsaved(

@@ -272,6 +272,28 @@ def signal_to_one_rank(path: Path, kind: Kind) -> Any:
 
 
 @scenario
+def checkpoint_that_is_owed(path: Path, kind: Kind) -> Any:
+    """The ranks owe the same checkpoint, by count and by a signal to one of them, and pay it together."""
+    run = Run(kind)
+    ranks = safeckpt.Ranks(agree_every=2)
+    with manager_of(run, path, save_every=3, stop_signals=(signal.SIGUSR1,), ranks=ranks, keep_last=9) as manager:
+        due, saved = [], []
+        for number in range(1, 30):
+            if number == 4 and rank() == 1:
+                signal.raise_signal(signal.SIGUSR1)
+            manager.end_step(number, loss=run.step(number), save=False)
+            if manager.is_due:
+                due.append(number)
+                refused = outcome(lambda: manager.end_step(number + 1, save=False))  # noqa: B023 - called at once
+            checkpoint = manager.save_due()
+            if checkpoint is not None:
+                saved.append(checkpoint.step)
+            if manager.stop_requested:
+                break
+        return due, saved, refused["error"], number
+
+
+@scenario
 def nothing_there(path: Path, kind: Kind) -> Any:
     run = Run(kind)
     with manager_of(run, path) as manager:

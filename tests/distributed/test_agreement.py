@@ -14,7 +14,7 @@ from tests.distributed.training import Kind, Run, manager_of
 SHARED = (
     "nan_loss_on_one_rank_at_save", "nan_tensor_on_one_rank", "nan_loss_on_one_rank_at_a_step", "disk_full_on_rank_0",
     "interrupt_on_rank_0", "file_that_one_rank_cannot_read", "directory_of_each_rank", "other_shape_on_one_rank",
-    "rotation", "rewind", "pending_gradients", "nothing_there",
+    "rotation", "rewind", "pending_gradients", "checkpoint_that_is_owed", "nothing_there",
     "refusal_of_one_rank_at_the_end",
 )  # fmt: skip
 ONLY: dict[Kind, tuple[str, ...]] = {
@@ -55,6 +55,17 @@ def test_nan_loss_on_one_rank_is_refused_by_all(seen: list[dict[str, Any]]) -> N
         assert again["error"] is None
         assert steps == [3, 5]
     assert "On rank 1: Step 4 was not saved" in of(seen, "nan_loss_on_one_rank_at_save")[0][0]["text"]
+
+
+def test_checkpoint_is_owed_and_paid_by_all_ranks(seen: list[dict[str, Any]]) -> None:
+    """Whether a count or a signal to one rank made it due, no rank is ahead of the others, and none waits for ever."""
+    owed = of(seen, "checkpoint_that_is_owed")
+    assert owed[0] == owed[1]
+    for due, saved, refused, stopped_at in owed:
+        assert due == saved
+        assert due[0] == 3
+        assert refused == "RuntimeError"
+        assert due[-1] == stopped_at <= 8
 
 
 def test_refusal_of_one_rank_at_the_end_is_raised_on_all(seen: list[dict[str, Any]]) -> None:
