@@ -1,0 +1,81 @@
+"""What two copies are compared by: every difference is seen, wherever it is and whatever it leaves the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from safeckpt.distributed import fingerprint
+from safeckpt.distributed.fingerprint import fingerprints
+
+STRETCH = fingerprint._STRETCH
+
+
+def _tensor(dtype: torch.dtype, numel: int) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
+def _swap(one: int, other: int) -> Callable[[torch.Tensor], object]:
+    def harm(tensor: torch.Tensor) -> None:
+        tensor[[one, other]] = tensor[[other, one]]
+
+    return harm
+
+
+def _flip_signs(*places: int) -> Callable[[torch.Tensor], object]:
+    def harm(tensor: torch.Tensor) -> None:
+        tensor[list(places)] *= -1
+
+    return harm
+
+
+def _shift_value(tensor: torch.Tensor) -> None:
+    _bits(tensor)[0] += 1
+    _bits(tensor)[2] -= 1
+
+
+HARMS: dict[str, Callable[[torch.Tensor], object]] = {
+    "swapped neighbours": _swap(0, 1),
+    "swapped in a word": _swap(6, 7),
+    "swapped stretches": lambda tensor: tensor.copy_(tensor.roll(2 * STRETCH)),
+    "swapped far apart": _swap(3, -5),
+    "signs in lower halves": _flip_signs(0, 2),
+    "signs in upper halves": _flip_signs(1, 3),
+    "signs in upper halves far apart": _flip_signs(1, 8 * STRETCH + 1),
+    "a square of signs": _flip_signs(1, 3, 2 * STRETCH + 1, 2 * STRETCH + 3),
+    "all signs": lambda tensor: tensor.neg_(),
+    "one more, one less": _shift_value,
+    "last bit of all": lambda tensor: _bits(tensor)[-1:].bitwise_xor_(1),
+    "reversed": lambda tensor: tensor.copy_(tensor.flip(0)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("numel", [9 * STRETCH, 9 * STRETCH + 3])
+def test_difference_that_leaves_a_sum_the_same_is_seen(dtype: torch.dtype, numel: int) -> None:
+    """Permutations, sign flips in pairs and squares, changes that cancel out, the last bit of an odd length."""
+    before = fingerprints({"x": _tensor(dtype, numel)})
+    assert fingerprints({"x": _tensor(dtype, numel)}) == before
+    for name, harm in HARMS.items():
+        tensor = _tensor(dtype, numel)
+        harm(tensor)
+        assert fingerprints({"x": tensor}) != before, name
+
+
+def test_device_sums_are_those_of_the_host() -> None:
+    """One definition: only where it is computed differs."""
+    flat = _tensor(torch.float32, 6 * STRETCH + 4)
+    host = fingerprint._sums_on_host([flat.view(torch.uint8).numpy().view("uint64")])[0]
+    assert [one % (1 << 64) for one in fingerprint._sums_on_device(flat).tolist()] == host
+
+
+def test_memory_that_starts_anywhere_is_compared() -> None:
+    """A view whose first byte stands at no multiple of eight has the fingerprint of its values."""
+    tensor = _tensor(torch.float32, 2 * STRETCH + 1)
+    assert fingerprints({"x": tensor[1:]}) == fingerprints({"x": tensor[1:].clone()})
