@@ -3,7 +3,7 @@
 The payload that rank 0 captured is the checkpoint: what ranks share is in it once. What rank n has otherwise is::
 
     {"rng": {...}, "states": {component: state}, "buffers": {module: {key: tensor}},
-     "records": {component: record}, "environment": {...}, "gradients": {...}}
+     "losses": {optimizer: {number: loss}}, "records": {component: record}, "environment": {...}, "gradients": {...}}
 
 Random streams are always there; anything else only where it differs from rank 0's. In a file, which rank 0 writes, the
 payload holds them all, `"safeckpt": {..., "world_size": n, "ranks": [state of rank 1, state of rank 2, ...]}`. In a
@@ -48,6 +48,7 @@ _LENGTH_BYTES = 8
 _OF_THE_WORLD = frozenset({"world_size", "own_gradients", "ranks"})
 # Ranks that train one model hold equal states of these; of everything else each may have its own.
 _REPLICATED = frozenset({"module", "optimizer", "scheduler", "scaler"})
+_LOSS = "prev_loss"  # of L-BFGS, in the state of its first parameter
 
 
 def _is_buffer(record: Mapping[str, Any], key: str, value: Any) -> bool:
@@ -55,14 +56,25 @@ def _is_buffer(record: Mapping[str, Any], key: str, value: Any) -> bool:
     return key not in record["requires_grad"] and not hasattr(value, "to_local")
 
 
-def _split(payload: Mapping[str, Any], name: str) -> tuple[Any, dict[str, Any]]:
-    """Return (what replicas share of a component's state, a module's buffers)."""
+def _split(payload: Mapping[str, Any], name: str) -> tuple[Any, dict[Any, Any]]:
+    """Return (what replicas share of a component's state, what each may have of its own all the same).
+
+    The latter are a module's buffers by key, and by number of the parameter the loss that L-BFGS keeps of this rank.
+    """
     record = payload[RESERVED_KEY]["components"][name]
     state = payload[name]
-    if record["kind"] != "module":
-        return state, {}
-    buffers = {key: value for key, value in state.items() if _is_buffer(record, key, value)}
-    return {key: value for key, value in state.items() if key not in buffers}, buffers
+    if record["kind"] == "module":
+        buffers = {key: value for key, value in state.items() if _is_buffer(record, key, value)}
+        return {key: value for key, value in state.items() if key not in buffers}, buffers
+    if record["kind"] == "optimizer" and isinstance(state, dict) and isinstance(state.get("state"), dict):
+        entries = state["state"]
+        losses = {
+            n: one[_LOSS] for n, one in entries.items() if isinstance(one, dict) and type(one.get(_LOSS)) is float
+        }
+        if losses:
+            without = {n: {k: v for k, v in one.items() if k != _LOSS} for n, one in entries.items() if n in losses}
+            return {**state, "state": {**entries, **without}}, losses
+    return state, {}
 
 
 def _pieces(payload: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,12 +83,12 @@ def _pieces(payload: Mapping[str, Any]) -> dict[str, Any]:
     local = {name: grad for name, grad in own["gradients"].items() if not hasattr(grad, "to_local")}
     found: dict[str, Any] = {"environment": own["environment"], "gradients": local}
     for name, record in own["components"].items():
-        state, buffers = _split(payload, name)
+        state, other = _split(payload, name)
         replicated = record["kind"] in _REPLICATED
         found[f"={name}" if replicated else f"state {name}"] = state
         found[f"record {name}"] = record
-        if buffers:
-            found[f"buffers {name}"] = buffers
+        if other:
+            found[f"{'buffers' if record['kind'] == 'module' else 'losses'} {name}"] = other
     return found
 
 
@@ -336,6 +348,10 @@ def _overlay(result: dict[str, Any], own: dict[str, Any], mine: Mapping[str, Any
         state.__dict__.update(getattr(result[name], "__dict__", {}))  # an OrderedDict's _metadata
         state.update(buffers)
         result[name] = state
+    for name, losses in mine.get("losses", {}).items():
+        entries = result[name]["state"]
+        kept = {number: {**entries[number], _LOSS: loss} for number, loss in losses.items()}
+        result[name] = {**result[name], "state": {**entries, **kept}}
 
 
 def _changed(world: int, size: int) -> str:

@@ -201,6 +201,47 @@ def test_copies_in_another_order_have_drifted(seen: list[dict[str, Any]]) -> Non
 
 
 @case
+def loss_that_an_optimizer_keeps(path: Path) -> Any:
+    def step(parts: dict[str, Any], number: int) -> float:
+        def closure() -> torch.Tensor:
+            parts["optimizer"].zero_grad()
+            generator = torch.Generator().manual_seed(10 * number + rank())
+            loss = parts["model"](torch.randn(5, 6, generator=generator)).square().sum()
+            loss.backward()
+            return loss.detach()
+
+        return float(parts["optimizer"].step(closure))
+
+    def built(seed: int) -> dict[str, Any]:
+        model = net("ddp", seed=seed)
+        return {"model": model, "optimizer": torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=3)}
+
+    def kept(parts: dict[str, Any]) -> float:
+        return next(iter(parts["optimizer"].state.values()))["prev_loss"]
+
+    first, again = built(0), built(1)
+    with manager(path, first, ranks=safeckpt.Ranks(20.0, on_drift="error")) as one:
+        step(first, 1)
+        one.save(1)
+        saved, losses = kept(first), [step(first, number) for number in (2, 3)]
+    with manager(path, again) as one:
+        one.restore()
+        restored = kept(again)
+        found = [step(again, number) for number in (2, 3)]
+    return saved, restored, losses, found, equal(full(first["model"]), full(again["model"]))
+
+
+def test_loss_that_an_optimizer_keeps_is_each_ranks_own(seen: list[dict[str, Any]]) -> None:
+    """L-BFGS under DDP: the loss before this one is no copy that has drifted, and every rank has its own back."""
+    found = groups.of(seen, "loss_that_an_optimizer_keeps")
+    assert found[0][0] != found[1][0]
+    for saved, restored, losses, again, same in found:
+        assert restored == saved
+        assert again == losses
+        assert same
+
+
+@case
 def copies_never_equal(path: Path) -> Any:
     model = net("none", seed=rank())
     parts = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
