@@ -372,6 +372,7 @@ class CheckpointManager:
         only: Collection[str] | None = None,
         keep_live: Collection[str] = (),
         fresh: Collection[str] = (),
+        streams: bool = True,
     ) -> Checkpoint | None:
         """Put a checkpoint into the live objects, all of it or nothing: the run goes on as the same run.
 
@@ -389,6 +390,9 @@ class CheckpointManager:
                 stays; all others come from the file.
             fresh: Components that keep their live state, because they are new in this run, such as `"scheduler"`; and
                 entries of plain dicts, such as `"counters.best"`. Everything else is restored, and the manager saves.
+            streams: Whether the random streams are set now. False: they are checked, `restore_streams` sets them, and
+                no step ends and nothing is saved before. For a trainer that draws between its set-up and the first
+                batch.
 
         Returns:
             The checkpoint; None when the directory is missing or holds no checkpoint, and nothing was changed.
@@ -418,6 +422,7 @@ class CheckpointManager:
             checked_names(only, "only"),
             checked_names(keep_live, "keep_live"),
             checked_names(fresh, "fresh"),
+            checked_bool("streams", streams),
         )
         with self._mutex:
             self.wait()
@@ -428,6 +433,19 @@ class CheckpointManager:
             if restored.is_whole:
                 self._pruning.adopt(restored.header)
             return restored.checkpoint
+
+    def restore_streams(self) -> None:
+        """Set the random streams of the checkpoint that `restore(streams=False)` has put into the objects.
+
+        The next random number drawn, on every device, is then that of the run which saved. On every rank of a process
+        group for itself.
+
+        Raises:
+            RuntimeError: Nothing was restored, or the streams are set already. Nothing was changed.
+        """
+        with self._mutex:
+            self._run.timeline.refuse_closed()
+            self._restorer.restore_streams()
 
     # -- rolling back ------------------------------------------------------------------------------------------------
 

@@ -46,7 +46,8 @@ from safeckpt.run.arguments import note_changes
 from safeckpt.run.catalog import Bad, Checkpoint, Gone, OpenCheckpoint, fault_of, warn_skipped
 from safeckpt.run.run import Run
 from safeckpt.run.writers import MemoryCopy
-from safeckpt.state import RESERVED_KEY, Baseline, Guard, Plan, guard_from_record, plan
+from safeckpt.state import RESERVED_KEY, Baseline, Guard, Plan, copy_tree, guard_from_record, plan
+from safeckpt.state.random_streams import RngStreams
 from safeckpt.system.warn import warn_caller
 
 __all__ = ["Restored", "Restorer", "Wanted"]
@@ -61,6 +62,7 @@ class Wanted(NamedTuple):
     only: Collection[str] | None = None
     keep_live: Collection[str] = ()
     fresh: Collection[str] = ()
+    streams: bool = True
 
 
 @dataclass(frozen=True)
@@ -250,7 +252,7 @@ class Restorer:
                 found = self._read(group, step, wanted, opened)
                 if isinstance(found, Good):
                     with group.section(f"restoring step {step}"):
-                        self._apply(found.plan)
+                        self._apply(found.plan, streams=wanted.streams)
                         found.mapped.check_unchanged()  # else the objects count as a mixture
                     return Restored(
                         found.checkpoint,
@@ -285,6 +287,7 @@ class Restorer:
                     "only": only,
                     "keep_live": sorted(wanted.keep_live),
                     "fresh": sorted(wanted.fresh),
+                    "streams": wanted.streams,
                 },
             )
         steps = section.result
@@ -401,13 +404,30 @@ class Restorer:
             raise DamagedCheckpointError(path=path, reason=f"it is not finite ({bad[0]})")
         good.mapped.check_unchanged()
 
-    def _apply(self, ready: Plan) -> None:
+    def restore_streams(self) -> None:
+        """Set the random streams that the last restore has left for later.
+
+        Raises:
+            RuntimeError: It has left none.
+        """
+        timeline = self._run.timeline
+        if timeline.streams is None:
+            raise RuntimeError(
+                "there are no random streams to restore: they wait only behind a restore(streams=False) that has found "
+                "a checkpoint, until they are set once. Nothing was changed"
+            )
+        RngStreams.apply(timeline.streams)
+        timeline.streams = None
+
+    def _apply(self, ready: Plan, *, streams: bool = True) -> None:
         """Apply a plan. Its objects count as a mixture until the timeline knows where the run stands."""
         mixture = self._run.timeline.mixture
         if self._run.group.size > 1:  # whatever this rank can put back, another one may have the new state
             mixture.add([component.name for component, _ in ready.parts])
         with torch.inference_mode(mode=False):  # in which nothing can be copied into ordinary tensors
-            ready.apply(mixture)
+            ready.apply(mixture, streams=streams)
+        # A copy: the plan may be mapped from the file.
+        self._run.timeline.streams = None if streams or ready.rng is None else copy_tree(ready.rng)
 
     def apply_memory(self, copy: MemoryCopy | None) -> Restored | None:
         """Apply the copy that an asynchronous save left, when it is of the newest checkpoint and that is on disk."""

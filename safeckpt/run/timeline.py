@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from safeckpt.run.catalog import Checkpoint
 from safeckpt.run.schedule import SaveSchedule
@@ -34,10 +34,12 @@ class Timeline:
 
     Attributes:
         mixture: The objects that are of no one state; cleared when the run stands at a checkpoint again.
+        streams: The random streams of the restored checkpoint, where they are to be set later; None where they are set.
     """
 
     def __init__(self, schedule: SaveSchedule) -> None:
         self.mixture = Mixture()
+        self.streams: dict[str, Any] | None = None
         self._schedule = schedule
         self._run_id: str | None = None
         self._step = 0
@@ -193,14 +195,24 @@ class Timeline:
         if self._is_closed:
             raise ValueError("this manager is closed; build a new one and restore() to go on")
 
+    def _refuse_other_streams(self) -> None:
+        if self.streams is not None:
+            raise ValueError(
+                "the random streams are not those of the checkpoint yet: restore(streams=False) has left them for "
+                "later, and a step trained without them is of another run. Nothing was written. Call "
+                "manager.restore_streams() before the first step, or restore() again to go back to the checkpoint"
+            )
+
     def check_save(self, step: int) -> None:
         """Check that a step may be saved now.
 
         Raises:
-            ValueError: It is lower than one that was saved, restored or ended, or the objects are a mixture.
+            ValueError: It is lower than one that was saved, restored or ended, the objects are a mixture, or the random
+                streams are still to come.
         """
         self.refuse_closed()
         self.mixture.refuse()
+        self._refuse_other_streams()
         if step < self._step:
             raise ValueError(f"step {step} is lower than step {self._step}; steps count completed optimizer steps")
 
@@ -208,9 +220,11 @@ class Timeline:
         """Check that a step may end now.
 
         Raises:
-            ValueError: It is not higher than the last one, or the objects are a mixture.
+            ValueError: It is not higher than the last one, the objects are a mixture, or the random streams are still
+                to come.
         """
         self.refuse_closed()
         self.mixture.refuse()
+        self._refuse_other_streams()
         if step <= self._step and self._has_progress:
             raise ValueError(f"step {step} is not higher than step {self._step}, the last one ended, saved or restored")

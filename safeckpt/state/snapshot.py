@@ -119,7 +119,7 @@ class Plan:
     environment: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
 
-    def apply(self, mixture: Mixture) -> None:
+    def apply(self, mixture: Mixture, *, streams: bool = True) -> None:
         """Put the state into the live objects, in the order that survives each other's side effects, RNG last.
 
         Code of the user's own can raise an exception in the middle (a `load_state_dict`, a hook). It is passed on with
@@ -127,6 +127,7 @@ class Plan:
 
         Args:
             mixture: Is told which objects are being changed. They stay in it until the caller has noted their state.
+            streams: Whether the random streams are set as well.
 
         Cost:
             With such code among the components, a copy of the whole live state in host memory beforehand.
@@ -146,7 +147,7 @@ class Plan:
                 error.add_note(_describe_failure(begun[-1], changed))
                 raise
         self._set_gradients()
-        if self.rng is not None:
+        if self.rng is not None and streams:
             RngStreams.apply(self.rng)
 
     def _set_gradients(self) -> None:

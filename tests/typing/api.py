@@ -41,6 +41,8 @@ with safeckpt.CheckpointManager(
     stop_signals=(signal.SIGTERM,),
 ) as manager:
     assert_type(manager.restore(only=("model", "rng"), keep_live=["optimizer.lr"]), safeckpt.Checkpoint | None)
+    assert_type(manager.restore(streams=False), safeckpt.Checkpoint | None)
+    manager.restore_streams()
     assert_type(manager.save(1, loss=0.5, metrics={"accuracy": 0.9}), safeckpt.Checkpoint)
     assert_type(manager.end_step(2, loss=torch.tensor(0.5)), safeckpt.Checkpoint | None)
     assert_type(manager.end_step(3, save=False), safeckpt.Checkpoint | None)
