@@ -256,13 +256,15 @@ class CheckpointDirectory:
         return moved
 
     def sweep(self) -> list[str]:
-        """Delete the temporary checkpoints that dead writers left and return their names.
+        """Delete the temporary files that dead writers left, of checkpoints and inside them, and return their names.
 
         To be called when the writer lock has been taken. A temporary file in use, also by a process that saves into
         this directory without the lock, is left alone. What cannot be deleted is a warning.
         """
         swept = []
         for name in sorted(self._names()):
+            if names.is_folder(name) and (self.path / name).is_dir() and not (self.path / name).is_symlink():
+                swept += self._sweep_inside(self.path / name)
             final = names.temp_final(name)
             if final is None or names.parse_step(final) is None:
                 continue
@@ -271,14 +273,27 @@ class CheckpointDirectory:
                 if self._remove_tree(self.path / name):
                     swept.append(name)
                 continue
-            try:
-                if disk.unlink_unclaimed(self.path / name):
-                    swept.append(name)
-            except FileNotFoundError:
-                pass
-            except OSError as error:
-                _warn(f"The stale temporary file {self.path / name} could not be deleted: {error}.")
+            if self._sweep_file(self.path / name):
+                swept.append(name)
         return swept
+
+    def _sweep_inside(self, folder: Path) -> list[str]:
+        """Delete what a writer that died left beside the index of a checkpoint, which it was about to replace."""
+        try:
+            listing = disk.listing(folder)
+        except OSError:  # whoever reads the checkpoint says so
+            return []
+        stale = [name for name in sorted(listing) if names.temp_final(name) is not None]
+        return [f"{folder.name}/{name}" for name in stale if self._sweep_file(folder / name)]
+
+    def _sweep_file(self, path: Path) -> bool:
+        try:
+            return disk.unlink_unclaimed(path)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            _warn(f"The stale temporary file {path} could not be deleted: {error}.")
+            return False
 
     def settle(self) -> None:
         """Wait for background deletions; they would be lost at process exit."""

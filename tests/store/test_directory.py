@@ -319,6 +319,20 @@ def test_sweep_removes_stale_temps_of_steps_only(directory: CheckpointDirectory)
     assert names_in(directory.path) == sorted(kept)
 
 
+def test_sweep_removes_stale_temps_inside_checkpoints(directory: CheckpointDirectory) -> None:
+    """A writer that died while it rewrote an index left its temporary beside it; what else is there stays."""
+    kept = ["safeckpt.pt", "__0_0.distcp", f"notes.{HEX}.tmp"]
+    stale = f".safeckpt.pt.{HEX}.tmp"
+    places = [directory.path / name for name in ("step-00000001", "aside-00000002.1", "mine")]
+    for place in places:
+        place.mkdir()
+        for name in [*kept, stale]:
+            (place / name).touch()
+    (directory.path / "step-00000003").symlink_to(directory.path / "mine")
+    assert directory.sweep() == ["aside-00000002.1/" + stale, "step-00000001/" + stale]
+    assert [names_in(place) for place in places] == [sorted(kept), sorted(kept), sorted([*kept, stale])]
+
+
 def test_sweep_leaves_a_save_in_flight(directory: CheckpointDirectory) -> None:
     """A plain save into the directory, under a step's name even, is not disturbed by a writer that takes it over."""
 
