@@ -45,7 +45,7 @@ class BackgroundWriter:
 
         Raises:
             BaseException: What the job before has raised; this one is not started.
-            KeyboardInterrupt: Ctrl-C; `busy` tells whether the job was started.
+            KeyboardInterrupt: Ctrl-C, also in a job that the caller runs; `busy` tells whether the job is running.
         """
         self.wait()
 
@@ -54,14 +54,16 @@ class BackgroundWriter:
         running.acquire()
         jobs = [job]  # taken by the thread, or back by whoever was interrupted while starting it
 
-        def run() -> None:
+        def run(*, by_caller: bool = False) -> None:
             try:
                 mine = jobs.pop()
             except IndexError:
                 return
             try:
                 mine()
-            except BaseException as error:  # noqa: BLE001 - kept, and raised where the caller can see it
+            except BaseException as error:
+                if by_caller and isinstance(error, KeyboardInterrupt):
+                    raise  # it is meant for the caller
                 self._failure = error
                 _log.error("%s failed in the background: %s", what, error)
             finally:
@@ -72,7 +74,7 @@ class BackgroundWriter:
             self._thread = thread
             # After the main thread has ended, a new thread would be cut down with the interpreter.
             if not threading.main_thread().is_alive() or not start(thread):
-                run()
+                run(by_caller=True)
         except BaseException:
             with contextlib.suppress(IndexError):
                 jobs.pop()
