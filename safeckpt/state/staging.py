@@ -67,6 +67,10 @@ class Staging:
             One read and one write of the state. The first copy, and the first after the state has changed its shape,
             also allocates the memory that `warm` has not made ready.
         """
+        with torch.inference_mode(mode=False):  # the buffers are filled again outside of it
+            return self._copy(tree)
+
+    def _copy(self, tree: Any) -> Any:
         clusters = clusters_of(tensor for _, tensor in named_tensors(tree))
         self._fit(clusters)
         staged: dict[int, torch.Tensor] = {}
