@@ -281,7 +281,10 @@ class CheckpointManager:
             NonFiniteError: The loss or a guarded tensor is NaN or Inf. Nothing was written, nothing rotated.
             UnsavableStateError: A value could not be loaded again. Nothing was written.
             StepExistsError: The step is the last one that was saved or restored, and the state is different now. With
-                the same state that checkpoint is returned, with a new loss or new metrics in it.
+                the same state that checkpoint is returned, with a new loss or new metrics in it; one that was deleted
+                is saved anew.
+            LoadError: The step is the last one that was saved or restored, and its checkpoint is damaged. Nothing was
+                written: move it away, and this step can be saved anew.
             DirectoryInUseError: The directory holds checkpoints that this manager did not restore from.
             DirectoryLockedError: Another writer holds the directory.
             ValueError: The step is lower than one that was saved, restored or ended; or the last restore or rollback

@@ -17,6 +17,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import torch
+
 from safeckpt.distributed import (
     Group,
     PlanCache,
@@ -140,6 +142,7 @@ class Saver:
         self._pruning = pruning
         self._progress = progress
         self._staging = Staging() if asynchronous else None
+        self._is_checked = False
         self._is_warm = False
         self._background = BackgroundWriter()
         self.committed: list[Callable[[Checkpoint], object]] = []
@@ -167,13 +170,14 @@ class Saver:
         self._background.wait()
         what = f"saving step {step}"
         draft, summary = self._capture(group, what, step, loss, metrics)
-        if step == run.timeline.saved_step:
+        if step == run.timeline.saved_step and self._is_on_disk(group, what, step):
             return self._save_again(group, what, draft)
         if summary.hold_parts:
             self._refuse_parts(group, what, draft)
         if summary.drifted:
             self._report_drift(group, what, draft, summary.drifted)
         draft = self._with_rank_states(group, what, draft, summary)
+        self._is_checked = True  # the state was encoded, and the directory taken
         run.directory.refuse_unshared(what)
         writer = writer_of(
             draft,
@@ -204,11 +208,18 @@ class Saver:
         checkpoint = dataclasses.replace(section.result.checkpoint, path=draft.checkpoint.path)
         return dataclasses.replace(draft, checkpoint=checkpoint), section.result
 
+    def _is_on_disk(self, group: Group, what: str, step: int) -> bool:
+        """Return whether a step that was saved has a checkpoint still; rank 0 knows, others may see old listings."""
+        with group.section(f"{what}: looking for it", first_answer) as section:
+            section.answer = group.is_rank_zero and os.path.lexists(self._run.directory.files.path_of(step))
+        return bool(section.result)
+
     def _save_again(self, group: Group, what: str, draft: Draft) -> Checkpoint:
         """Return the newest checkpoint, with a new loss or new metrics in it, if it holds what the objects hold.
 
         Raises:
             StepExistsError: They hold a different state.
+            LoadError: It cannot be compared, since it is damaged.
         """
         run, step = self._run, draft.checkpoint.step
         if not self._restorer.holds(step, draft.captured):
@@ -396,6 +407,16 @@ class Saver:
         self._run.timeline.record(checkpoint)
         self._run.directory.catalog.remember_verdict(checkpoint.step)
 
+    def check_first(self, step: int) -> None:
+        """Find out at the first step what would otherwise fail at the first save, many steps later."""
+        if self._is_checked or not self._run.timeline.saves_by_itself:
+            return
+        with self._run.group.section(f"checking the first step, {step}"):
+            if self._run.is_rank_zero:
+                self._run.directory.enter()
+            self._capturer.check_savable()
+        self._is_checked = True
+
     def warm(self) -> None:
         """Have memory for the copy made ready while training goes on: after a step, the optimizer's state is there."""
         if self._staging is None or self._is_warm:
@@ -404,4 +425,5 @@ class Saver:
         if self._run.group.size == 1:  # a state_dict may be something that all ranks have to do at once
             components = self._run.components.items()
             large = {name: component for name, component in components if component.kind in ("module", "optimizer")}
-            self._staging.warm(capture(large).payload)
+            with torch.inference_mode(mode=False):  # in which tensors have no versions, and DTensors no parts
+                self._staging.warm(capture(large).payload)

@@ -97,7 +97,6 @@ class Steps:
         self._unsaved: _Ended | None = None
         self._is_owed = False  # a checkpoint was due, and its step has ended without it
         self._was_tried = False  # and somebody has tried to save it since
-        self._is_checked = False
         self._watch = StreamWatch(component.obj for component in run.components.values())
         self._handed_out: deque[tuple[int, dict[str, Any]]] = deque(maxlen=run.membership.ranks.agree_every + 1)
 
@@ -189,11 +188,11 @@ class Steps:
                 run.timeline.end(step)  # it was trained, whatever the disk says; the next one tries to save again
                 self._unsaved, self._is_owed = ended, False
                 raise
-            self._is_checked, self._unsaved = True, ended  # a thread may still be writing it
+            self._unsaved = ended  # a thread may still be writing it
             self._is_owed = False
             self._watch.begin(step)
             return checkpoint
-        self._check_first(step)
+        self._saver.check_first(step)
         run.timeline.end(step)
         self._unsaved, self._is_owed, self._was_tried = ended, is_due, False
         if self._pending is None:
@@ -218,17 +217,6 @@ class Steps:
         """Return whether the last step that ended is saved."""
         saved = self._run.timeline.saved_step
         return self._unsaved is not None and saved is not None and self._unsaved.step <= saved
-
-    def _check_first(self, step: int) -> None:
-        """Find out at the first step what would otherwise fail at the first save, many steps later."""
-        run = self._run
-        if self._is_checked or not run.timeline.saves_by_itself:
-            return
-        with run.group.section(f"checking the first step, {step}"):
-            if run.group.is_rank_zero:
-                run.directory.enter()
-            self._capturer.check_savable()
-        self._is_checked = True
 
     def finish(self) -> Checkpoint | None:
         """Save the last step that ended, unless it is saved.

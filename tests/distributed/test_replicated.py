@@ -99,3 +99,21 @@ def test_file_of_a_group_is_an_ordinary_file(tmp_path: Path) -> None:
     assert set(own["states"]) == {"counters", "noise"}  # what is equal to rank 0's is not there again
     assert set(own) <= {"rng", "states", "buffers", "records", "environment"}
     assert safeckpt.verify(tmp_path / "run" / "step-00000008.pt").self_proving
+
+
+def _deletes_its_newest(path: Path, kind: Kind) -> Any:
+    run = Run(kind)
+    with manager_of(run, path / "run") as manager:
+        run.train(manager, 2)
+        checkpoint = manager.save(2)
+        if run.rank == 0:
+            checkpoint.path.unlink()
+        torch.distributed.barrier()
+        again = manager.save(2)
+        latest = manager.latest()
+    return again == latest
+
+
+def test_newest_step_that_was_deleted_is_saved_anew_by_all(tmp_path: Path) -> None:
+    """All ranks learn that there is nothing to compare with."""
+    assert groups.results(2, _deletes_its_newest, tmp_path, "ddp") == [True, True]

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import safeckpt
+from safeckpt.run.capturing import Capturer
 from safeckpt.store import WriterLock
 from tests.faults import Fault, intercept
 from tests.manager.helpers import Marked, checkpoint_files, contents, manager_of, save_steps, steps_in
@@ -275,6 +276,21 @@ def test_value_that_cannot_be_saved_is_reported_at_the_first_step(tmp_path: Path
         assert "['counters']['schedule']" in caught.value.location
         del run.components["counters"]["schedule"]
         assert manager.end_step(1, loss=1.0) is None
+
+
+def test_first_step_after_a_save_is_not_checked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save has found out all that the check of a first step would."""
+    checks: list[int] = []
+    monkeypatch.setattr(Capturer, "check_savable", lambda _: checks.append(1))
+    with manager_of(tmp_path, Marked(), save_every=100) as manager:
+        manager.save(1)
+        manager.end_step(2)
+    assert checks == []
+    with manager_of(tmp_path, Marked(), save_every=100) as manager:
+        manager.restore()
+        manager.save(manager.step)  # saved already: nothing was written, and the directory was not taken
+        manager.end_step(manager.step + 1)
+    assert checks == [1]
 
 
 def test_first_step_without_a_schedule_writes_nothing(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from tests.manager.helpers import (
     step_path,
     steps_in,
     temps_in,
+    truncate,
 )
 from tests.training import Marked, Run, bits
 
@@ -147,6 +148,39 @@ def test_restored_step_counts_as_saved(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="step 5 is lower than step 7"):
             manager.save(5)
         manager.save(8)
+
+
+@pytest.mark.parametrize("way", ["saved", "saved in the background", "restored"])
+def test_newest_step_whose_file_was_deleted_is_saved_anew(tmp_path: Path, way: str) -> None:
+    """There is no checkpoint to compare the state with, and nothing that a save could overwrite."""
+    save_steps(tmp_path, 1)
+    run = Marked()
+    with manager_of(tmp_path, run, async_save=way == "saved in the background") as manager:
+        manager.restore()
+        if way != "restored":
+            run.step = 2
+            manager.save(2)
+            manager.wait()
+        step_path(tmp_path, manager.step).unlink()
+        saved = manager.save(manager.step, metrics={"accuracy": 0.5})
+        manager.wait()
+        assert manager.latest() == saved
+    again = Marked()
+    with manager_of(tmp_path, again) as manager:
+        manager.restore()
+    assert again.step == run.step
+
+
+def test_newest_step_whose_file_was_damaged_is_not_called_different(tmp_path: Path) -> None:
+    """It is left as it is, and the error says what it is."""
+    run = Marked()
+    with manager_of(tmp_path, run) as manager:
+        manager.save(5)
+        truncate(step_path(tmp_path, 5))
+        before = contents(tmp_path)
+        with pytest.raises(safeckpt.DamagedCheckpointError):
+            manager.save(5)
+        assert contents(tmp_path) == before
 
 
 @pytest.mark.parametrize("step", [np.int64(4), np.uint8(4)])

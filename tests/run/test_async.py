@@ -677,3 +677,39 @@ def test_device_state_restores_and_rolls_back(tmp_path: Path) -> None:
 def _resident(field: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+@pytest.mark.parametrize("first", ["save", "end_step"])
+def test_inference_mode_leaves_ordinary_memory_for_the_next_copy(tmp_path: Path, first: str) -> None:
+    """Whether the first save is made inside of it does not decide what kind of tensors later ones copy into."""
+    run = Large()
+    with manager_of(tmp_path, run, async_save=True, save_every=100) as manager:
+        with torch.inference_mode():
+            if first == "end_step":
+                manager.end_step(1)
+            manager.save(2)
+        run.fill(3)
+        manager.save(3)
+        manager.wait()
+    again = Large()
+    with manager_of(tmp_path, again) as manager:
+        manager.restore()
+    assert again.step == 3
+
+
+def test_interrupt_of_a_write_without_a_thread_comes_out_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no thread can be started the caller writes, and a Ctrl-C is the caller's, as in a synchronous save."""
+    run = Marked()
+    monkeypatch.setattr("safeckpt.run.background.start", lambda _: False)
+    with manager_of(tmp_path, run, async_save=True) as manager:
+        manager.save(1)
+        run.step = 2
+        with intercept(Interrupt(1, "before", {"sync"})), pytest.raises(KeyboardInterrupt):
+            manager.save(2)
+        assert steps_in(tmp_path) == [1]
+        manager.wait()  # it was raised, and is not raised once more
+        manager.save(2)
+        manager.wait()
+        assert steps_in(tmp_path) == [1, 2]
