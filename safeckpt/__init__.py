@@ -8,6 +8,7 @@ from safeckpt.system.lazy import module_getattr
 
 if TYPE_CHECKING:
     from safeckpt.distributed import Ranks
+    from safeckpt.exporting import export
     from safeckpt.file import FileReport
     from safeckpt.functional import load, save, verify
     from safeckpt.loader import ResumableLoader
@@ -31,6 +32,7 @@ else:
         "ResumableLoader": "safeckpt.loader",
         "ResumeReport": "safeckpt.proof",
         "check_gradients": "safeckpt.state",
+        "export": "safeckpt.exporting",
         "find_nonfinite": "safeckpt.state",
         "latest": "safeckpt.run.catalog",
         "load": "safeckpt.functional",
@@ -57,6 +59,7 @@ __all__ = [
     "ResumableLoader",
     "ResumeReport",
     "check_gradients",
+    "export",
     "find_nonfinite",
     "latest",
     "load",

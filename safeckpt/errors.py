@@ -463,6 +463,7 @@ class ComponentMismatchError(RestoreError, ValueError):
         unexpected: Sequence[str] = (),
         available: Sequence[str] = (),
         path: object = None,
+        cure: str = "",
     ) -> None:
         parts = []
         if missing:
@@ -473,7 +474,8 @@ class ComponentMismatchError(RestoreError, ValueError):
         super().__init__(
             f"The components do not match {path or 'the checkpoint'}: {'; '.join(parts)}.{there}",
             "no object was changed.",
-            "give the manager the components of the run that saved, or restore some of them by name: "
+            cure
+            or "give the manager the components of the run that saved, or restore some of them by name: "
             "restore(only=(...,)).",
             path=path,
         )

@@ -20,7 +20,7 @@ LAYERS = [
     {"proof"},
     {"manager"},
     {"run"},
-    {"functional"},
+    {"functional", "exporting"},
     {"loader", "distributed"},
     {"file", "state", "store"},
     {"system", "errors"},
@@ -157,8 +157,8 @@ def test_public_names_are_pinned():
     assert all(hasattr(safeckpt, name) for name in safeckpt.__all__)
     contract = {
         "Best", "Checkpoint", "CheckpointManager", "FileReport", "Guard", "NonFiniteTensor", "Ranks", "ResumableLoader",
-        "ReplayReport", "ResumeReport", "check_gradients", "find_nonfinite", "latest", "load", "prove_resume", "save",
-        "verify",
+        "ReplayReport", "ResumeReport", "check_gradients", "export", "find_nonfinite", "latest", "load",
+        "prove_resume", "save", "verify",
         "SafeckptError", "SaveError", "NonFiniteError", "UnsavableStateError", "StepExistsError", "DirectoryInUseError",
         "LoadError", "CheckpointNotFoundError", "DamagedCheckpointError", "FormatVersionError", "UntrustedTypeError",
         "NoGoodCheckpointError", "RestoreError", "ComponentMismatchError", "StateMismatchError", "RollbackError",
@@ -181,7 +181,7 @@ def test_run_time_needs_three_packages():
     """torch, numpy and filelock are all that is imported at run time, beside what an extra brings."""
     allowed = {"torch", "numpy", "filelock", "safeckpt"}
     trainers = {"lightning", "transformers", "accelerate", "ignite"}
-    extras = {"cli": {"click", "rich", "safetensors"}, "proof": {"matplotlib"}, "integrations": trainers}
+    extras = {"cli": {"click", "rich"}, "proof": {"matplotlib"}, "integrations": trainers}
     stdlib = set(importlib.import_module("sys").stdlib_module_names)
     for path in MODULES:
         tops = {top for top, _ in imports_of(path)} - stdlib - allowed - {"__future__"}

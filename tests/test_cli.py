@@ -499,9 +499,11 @@ def test_extract_refuses_what_it_cannot_do(command: Command, directory: Path, tm
     there.write_bytes(b"precious")
     before = names_in(tmp_path)
     for arguments, text in (
-        (("modell", "-o", tmp_path / "a.pt"), "it has: model, optimizer, scheduler, counters"),
+        (("modell", "-o", tmp_path / "a.pt"), "It holds model, optimizer, scheduler, counters"),
         (("model", "-o", tmp_path / "a.bin"), "has to end in"),
-        (("model", "-o", there), "--force replaces it"),
+        (("model", "-o", there), "--force on the command line, replaces it"),
+        (("model", "-o", tmp_path / "a.pt", "--dtype", "int7"), "no floating dtype"),
+        (("model", "-o", tmp_path / "a.safetensors", "--max-shard-size", "5 apples"), "no number of bytes"),
         (("counters", "-o", tmp_path / "a.safetensors"), "no tensors (steps)"),
     ):
         code, _, err = command("extract", source, *arguments)
@@ -513,15 +515,21 @@ def test_extract_refuses_what_it_cannot_do(command: Command, directory: Path, tm
     assert torch.load(there).keys() == torch.load(source)["model"].keys()
 
 
-def test_extract_to_safetensors_without_its_package_says_what_to_install(
-    command: Command, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The error names the package, and no file is made."""
-    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    code, _, err = command("extract", directory / NAMES[2], "model", "-o", tmp_path / "a.safetensors")
-    assert code == 2
-    assert "pip install" in err
-    assert not (tmp_path / "a.safetensors").exists()
+def test_extract_writes_several_files_and_an_index(command: Command, directory: Path, tmp_path: Path) -> None:
+    """Beyond a size, in the layout of Hugging Face, and in another dtype; what it prints names the index."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    output = tmp_path / "model.safetensors"
+    found = command.json(
+        "extract", directory / NAMES[2], "model", "-o", output, "--max-shard-size", "40", "--dtype", "bfloat16"
+    )
+    assert found["path"] == str(tmp_path / "model.safetensors.index.json")
+    assert found["size_bytes"] == sum(Path(file).stat().st_size for file in found["files"])
+    state = {}
+    for file in found["files"][:-1]:
+        state.update(safetensors.load_file(file))
+    expected = torch.load(directory / NAMES[2])["model"]
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[name], expected[name].bfloat16()) for name in state)
 
 
 # -- prove -------------------------------------------------------------------------------------------------------------

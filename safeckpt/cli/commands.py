@@ -223,13 +223,19 @@ def prune_(
 @_file("file")
 @click.argument("component")
 @click.option("-o", "--output", required=True, type=click.Path(dir_okay=False), help="A .pt or .safetensors file.")
+@click.option("--dtype", help="Convert floating tensors, such as to bfloat16.")
+@click.option("--max-shard-size", metavar="SIZE", help="Several .safetensors files and an index beyond it: 5GB.")
 @click.option("--force", is_flag=True, help="Replace a file that is there.")
 @_json
-def extract_(file: str, component: str, output: str, *, force: bool, as_json: bool) -> int:
+def extract_(
+    file: str, component: str, output: str, *, dtype: str | None, max_shard_size: str | None, force: bool, as_json: bool
+) -> int:
     """Write one COMPONENT of FILE, for example model, into a file of its own."""
     from safeckpt.cli.extraction import extract
 
-    return extract(Screen(as_json=as_json), file, component, output, force=force)
+    return extract(
+        Screen(as_json=as_json), file, component, output, dtype=dtype, max_shard_size=max_shard_size, force=force
+    )
 
 
 @group.command()

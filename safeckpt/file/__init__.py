@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         shard_of_bytes,
     )
     from safeckpt.file.reading.source import Part, source_of
-    from safeckpt.file.reading.whole_tensors import SHARD_KEY, placeholder_of
+    from safeckpt.file.reading.whole_tensors import SHARD_KEY, ShardTensorReader, placeholder_of
     from safeckpt.file.trailer import FORMAT_VERSION
     from safeckpt.file.writing.encoding import encode
     from safeckpt.file.writing.write import PreparedFile, WrittenFile, prepare, write_file, write_joined
@@ -38,6 +38,7 @@ else:
             "PreparedFile": "safeckpt.file.writing.write",
             "SHARD_KEY": "safeckpt.file.reading.whole_tensors",
             "ShardFile": "safeckpt.file.reading.sharded",
+            "ShardTensorReader": "safeckpt.file.reading.whole_tensors",
             "WrittenFile": "safeckpt.file.writing.write",
             "encode": "safeckpt.file.writing.encoding",
             "is_folder": "safeckpt.file.reading.sharded",
@@ -66,6 +67,7 @@ __all__ = [
     "Part",
     "PreparedFile",
     "ShardFile",
+    "ShardTensorReader",
     "WrittenFile",
     "encode",
     "is_folder",

@@ -1,6 +1,6 @@
 """Files in one directory: their names, how they appear, how they go, and who may do it. Knows nothing of tensors."""
 
-from safeckpt.store.commit import commit
+from safeckpt.store.commit import commit, commit_several
 from safeckpt.store.directory import Aside, CheckpointDirectory
 from safeckpt.store.events import EventLog
 from safeckpt.store.lock import WriterLock
@@ -31,6 +31,7 @@ __all__ = [
     "WriterLock",
     "asides_to_prune",
     "commit",
+    "commit_several",
     "expand_user",
     "to_prune",
 ]

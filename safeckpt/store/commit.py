@@ -17,14 +17,14 @@ from safeckpt.store import deferred, disk, names
 from safeckpt.system.warn import warn_caller
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from typing import TypeVar
 
     from typing_extensions import Buffer
 
     T = TypeVar("T")
 
-__all__ = ["commit", "write_new"]
+__all__ = ["commit", "commit_several", "write_new"]
 
 
 def commit(
@@ -104,6 +104,31 @@ def commit(
             SafeckptWarning,
         )
     return result
+
+
+def commit_several(files: Sequence[tuple[Path, Callable[[BinaryIO], object], int]]) -> None:
+    """Write files of which the last one says that the others belong together, each as `commit` does.
+
+    When the process is killed half-way the last one is missing, and the others are of no meaning.
+
+    Args:
+        files: Final name, what writes the content, and size in bytes of each.
+
+    Raises:
+        OSError, BaseException: As `commit`. What was written is removed again.
+    """
+    done: list[Path] = []
+    try:
+        for path, write, size_bytes in files:
+            commit(path, write, size_bytes=size_bytes)
+            done.append(path)
+    except BaseException as error:
+        for path in done:
+            try:
+                disk.unlink(path)
+            except OSError as failure:
+                error.add_note(f"{path} could not be removed ({failure}).")
+        raise
 
 
 def write_new(path: Path, write: Callable[[BinaryIO], T], *, size_bytes: int | None = None) -> T:

@@ -192,3 +192,28 @@ def test_plain_torch_reads_the_model_out_of_the_directory(fsdp2: tuple[Path, lis
         warnings.simplefilter("ignore")  # that there is no process group
         engine.load(wanted, checkpoint_id=path / "run" / "step-00000002")
     assert same({name: state[name] for name in wanted["model"]}, wanted["model"]) == []
+
+
+def test_sharded_model_becomes_safetensors_in_one_process(fsdp2: tuple[Path, list[Any]], tmp_path: Path) -> None:
+    """Every tensor whole, in one file, several, or a file of torch; nothing but one component is read into memory."""
+    library = pytest.importorskip("safetensors.torch")
+    path, ((state, _), _) = fsdp2
+    source = path / "run" / "step-00000002"
+    model = Run("alone").model
+    expected = {name: state[name] for name in model.state_dict()}
+    one = safeckpt.export(source, "model", tmp_path / "one.safetensors")
+    several = safeckpt.export(source, "model", tmp_path / "several.safetensors", max_shard_size="2KB")
+    (plain,) = safeckpt.export(source, "model", tmp_path / "plain.pt")
+    assert len(several) > 3
+    assert same(expected, library.load_file(one[0])) == []
+    parts = [library.load_file(file) for file in several[:-1]]
+    assert same(expected, {name: tensor for part in parts for name, tensor in part.items()}) == []
+    assert same(expected, torch.load(plain)) == []
+    assert main(["extract", str(source), "model", "-o", str(tmp_path / "cli.safetensors")]) == 0
+    assert (tmp_path / "cli.safetensors").read_bytes() == one[0].read_bytes()
+    with pytest.raises(safeckpt.UnsavableStateError, match=r"no tensors \(state"):
+        safeckpt.export(source, "optimizer", tmp_path / "optimizer.safetensors")
+    (moments,) = safeckpt.export(source, "optimizer", tmp_path / "optimizer.pt")
+    whole = safeckpt.load(source)["optimizer"]["state"]
+    read = torch.load(moments)["state"]
+    assert all(torch.equal(read[key]["exp_avg"], whole[key]["exp_avg"]) for key in whole)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from safeckpt.file.reading.mapping import Mapped
+    from safeckpt.file.reading.whole_tensors import ShardTensorReader
     from safeckpt.system.threads import Progress
 
 __all__ = ["INDEX", "CheckpointFolder", "ShardFile", "is_folder", "open_checkpoint", "open_folder", "shard_of_bytes"]
@@ -109,6 +110,7 @@ class CheckpointFolder(Opened):
         self.index = index
         self.size_bytes = index.size_bytes
         self._place = path
+        self._shard_tensors: ShardTensorReader | None = None
 
     @property
     def digest(self) -> str | None:
@@ -163,8 +165,7 @@ class CheckpointFolder(Opened):
 
         self.check_structure()  # which looks at the size of the files
         device = torch.device("cpu" if map_location is None else map_location)
-        names = [name for name, *_ in self.shards()]
-        return with_whole_tensors(self.load(map_location), self._place, names, self.size_bytes, device)
+        return with_whole_tensors(self.load(map_location), self.shard_tensors(), self.size_bytes, device)
 
     def iter_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor) of every tensor in the shards, whole and in host memory, one at a time.
@@ -175,10 +176,10 @@ class CheckpointFolder(Opened):
         Cost:
             Memory for one tensor; each byte of the shards is read once.
         """
-        from safeckpt.file.reading.whole_tensors import iter_placeholders, iter_whole  # noqa: PLC0415 - torch
+        from safeckpt.file.reading.whole_tensors import iter_placeholders  # noqa: PLC0415 - torch
 
-        names = [name for name, *_ in self.shards()]
-        return iter_whole(self._place, iter_placeholders(self.load("cpu"), self._place), names)
+        reader = self.shard_tensors()
+        return ((holder.key, reader.read(holder)) for holder in iter_placeholders(self.load("cpu"), self._place))
 
     def read_tensor(self, key: str, dtype: torch.dtype) -> torch.Tensor:
         """Return one tensor of the shards, whole and in host memory.
@@ -186,9 +187,19 @@ class CheckpointFolder(Opened):
         Raises:
             DamagedCheckpointError: It is not in them.
         """
-        from safeckpt.file.reading.whole_tensors import read_whole  # noqa: PLC0415 - torch
+        return self.shard_tensors().read_of_any_shape(key, dtype)
 
-        return read_whole(self._place, key, dtype, [name for name, *_ in self.shards()])
+    def shard_tensors(self) -> ShardTensorReader:
+        """Return what reads the tensors of the shards.
+
+        Raises:
+            DamagedCheckpointError: It does not say what is in them.
+        """
+        from safeckpt.file.reading.whole_tensors import ShardTensorReader  # noqa: PLC0415 - torch
+
+        if self._shard_tensors is None:
+            self._shard_tensors = ShardTensorReader(self._place, [name for name, *_ in self.shards()])
+        return self._shard_tensors
 
     def shards(self) -> list[ShardFile]:
         """Return what the index says about the other files.

@@ -20,17 +20,16 @@ from safeckpt.file.reading.source import Part, source_of
 from safeckpt.file.tree_rebuild import CONTAINERS, Rebuild
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     from safeckpt.file.reading.shard_metadata import Chunk, StoredTensor
 
 __all__ = [
     "SHARD_KEY",
     "Placeholder",
+    "ShardTensorReader",
     "iter_placeholders",
-    "iter_whole",
     "placeholder_of",
-    "read_whole",
     "with_whole_tensors",
 ]
 
@@ -66,68 +65,74 @@ def placeholder_of(value: Any, path: object) -> Placeholder | None:
     return found
 
 
-def iter_whole(
-    folder: Path, wanted: Iterable[Placeholder], names: Collection[str], device: torch.device = _HOST
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (key, tensor) for each of the wanted tensors, whole; no more than one is held here at a time.
+class ShardTensorReader:
+    """Reads the tensors of a sharded checkpoint, each whole; what the engine says about them is read once.
 
     Args:
-        folder: The directory.
-        wanted: The tensors.
+        path: The directory.
         names: The files that belong to it; a reference to any other is refused.
-        device: Where the tensors go; on `meta` nothing is read.
 
     Raises:
-        DamagedCheckpointError: A tensor is not in it, or is not what the index says.
+        DamagedCheckpointError: What the engine says cannot be read, or contradicts itself.
         OSError: From the system, as it is.
     """
-    if METADATA not in names:
-        raise DamagedCheckpointError(path=folder, reason=f"its {METADATA} does not belong to it", record=METADATA)
-    stored = stored_tensors(folder)
-    for holder in wanted:
-        tensor = stored.get(holder.key)
-        if tensor is None or tensor.size != tuple(holder.shape):
-            has = "is not in its shards" if tensor is None else f"has shape {list(tensor.size)} there"
-            reason = f"{holder.key} of shape {list(holder.shape)} {has}"
-            raise DamagedCheckpointError(path=folder, reason=reason, record=METADATA)
+
+    def __init__(self, path: Path, names: Collection[str]) -> None:
+        if METADATA not in names:
+            raise DamagedCheckpointError(path=path, reason=f"its {METADATA} does not belong to it", record=METADATA)
+        self.path = path
+        self._names = frozenset(names)
+        self._stored = stored_tensors(path)
+
+    def read(self, holder: Placeholder, device: torch.device = _HOST) -> torch.Tensor:
+        """Return a tensor.
+
+        Args:
+            holder: Which one.
+            device: Where it goes; on `meta` nothing is read.
+
+        Raises:
+            DamagedCheckpointError: It is not there, or is not what the index says.
+            OSError: From the system, as it is.
+        """
+        stored = self._stored.get(holder.key)
+        if stored is None or stored.size != tuple(holder.shape):
+            has = "is not in its shards" if stored is None else f"has shape {list(stored.size)} there"
+            raise self._damaged(f"{holder.key} of shape {list(holder.shape)} {has}")
         if device.type == "meta":
-            yield holder.key, torch.empty(holder.shape, dtype=holder.dtype, device=device)
-        else:
-            yield holder.key, _read(folder, holder, tensor, names).to(device)
+            return torch.empty(holder.shape, dtype=holder.dtype, device=device)
+        return self._read(holder, stored).to(device)
 
+    def read_of_any_shape(self, key: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return the tensor under a key, in host memory, of whatever shape it has.
 
-def read_whole(folder: Path, key: str, dtype: torch.dtype, names: Collection[str]) -> torch.Tensor:
-    """Return one tensor, whole and in host memory, of whatever shape it has.
+        Raises:
+            DamagedCheckpointError, OSError: As `read`.
+        """
+        stored = self._stored.get(key)
+        if stored is None:
+            raise self._damaged(f"{key} is not in its shards")
+        return self._read(Placeholder(key, torch.Size(stored.size), dtype), stored)
 
-    Raises:
-        DamagedCheckpointError: It is not there, or not what the metadata says.
-        OSError: From the system, as it is.
-    """
-    stored = stored_tensors(folder).get(key)
-    if stored is None:
-        raise DamagedCheckpointError(path=folder, reason=f"{key} is not in its shards", record=METADATA)
-    return _read(folder, Placeholder(key, torch.Size(stored.size), dtype), stored, names)
+    def _read(self, holder: Placeholder, stored: StoredTensor) -> torch.Tensor:
+        for chunk in stored.chunks:
+            if chunk.file not in self._names:
+                raise self._damaged(f"its {METADATA} refers to {chunk.file!r}, which does not belong to it")
+            if math.prod(chunk.sizes) * holder.dtype.itemsize > chunk.length:
+                raise self._damaged(f"its {METADATA} claims more of {holder.key} than {chunk.length} bytes hold")
+        whole = torch.empty(holder.shape, dtype=holder.dtype, device="cpu")
+        filled = torch.zeros(holder.shape, dtype=torch.bool, device="cpu") if len(stored.chunks) > 1 else None
+        for chunk in stored.chunks:
+            area = tuple(slice(low, low + length) for low, length in zip(chunk.offsets, chunk.sizes, strict=True))
+            if filled is not None:  # as many elements as there are, and none twice: then every one is there
+                if bool(filled[area].any()):
+                    raise self._damaged(f"parts of {holder.key} overlap")
+                filled[area] = True
+            whole[area] = _part(self.path, holder.key, chunk)
+        return whole
 
-
-def _read(folder: Path, holder: Placeholder, stored: StoredTensor, names: Collection[str]) -> torch.Tensor:
-    for chunk in stored.chunks:
-        if chunk.file not in names:
-            reason = f"its {METADATA} refers to {chunk.file!r}, which does not belong to it"
-            raise DamagedCheckpointError(path=folder, reason=reason, record=METADATA)
-        if math.prod(chunk.sizes) * holder.dtype.itemsize > chunk.length:
-            reason = f"its {METADATA} claims more of {holder.key} than {chunk.length} bytes hold"
-            raise DamagedCheckpointError(path=folder, reason=reason, record=METADATA)
-    whole = torch.empty(holder.shape, dtype=holder.dtype, device="cpu")
-    filled = torch.zeros(holder.shape, dtype=torch.bool, device="cpu") if len(stored.chunks) > 1 else None
-    for chunk in stored.chunks:
-        area = tuple(slice(low, low + length) for low, length in zip(chunk.offsets, chunk.sizes, strict=True))
-        if filled is not None:  # as many elements as there are, and none twice: then every one is there
-            if bool(filled[area].any()):
-                reason = f"parts of {holder.key} overlap"
-                raise DamagedCheckpointError(path=folder, reason=reason, record=METADATA)
-            filled[area] = True
-        whole[area] = _part(folder, holder.key, chunk)
-    return whole
+    def _damaged(self, reason: str) -> DamagedCheckpointError:
+        return DamagedCheckpointError(path=self.path, reason=reason, record=METADATA)
 
 
 def _part(folder: Path, key: str, chunk: Chunk) -> torch.Tensor:
@@ -142,27 +147,26 @@ def _part(folder: Path, key: str, chunk: Chunk) -> torch.Tensor:
 
 
 def with_whole_tensors(
-    payload: Mapping[str, Any], folder: Path, names: Collection[str], most_bytes: int, device: torch.device
+    payload: Mapping[str, Any], shards: ShardTensorReader, most_bytes: int, device: torch.device
 ) -> Any:
     """Return a payload with a whole tensor for each placeholder.
 
     Args:
         payload: What the index holds.
-        folder: The directory.
-        names: The files that belong to it.
+        shards: Reads the tensors.
         most_bytes: What all tensors together can need.
         device: Where they go.
 
     Raises:
         DamagedCheckpointError: A tensor is not in it, or the index claims more than is there.
     """
-    holders = dict(_placeholders(payload, folder))
+    holders = dict(_placeholders(payload, shards.path))
     wanted = sorted(set(holders.values()), key=lambda holder: holder.key)
     if sum(holder.shape.numel() * holder.dtype.itemsize for holder in wanted) > most_bytes:
         raise DamagedCheckpointError(
-            path=folder, reason="its index claims more than its files hold", record="safeckpt.pt"
+            path=shards.path, reason="its index claims more than its files hold", record="safeckpt.pt"
         )
-    by_key = dict(iter_whole(folder, wanted, names, device))
+    by_key = {holder.key: shards.read(holder, device) for holder in wanted}
     return Rebuild({identity: by_key[holder.key] for identity, holder in holders.items()}).of(payload)
 
 
