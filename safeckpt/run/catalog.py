@@ -22,6 +22,7 @@ from safeckpt.errors import (
 )
 from safeckpt.file import INDEX, CheckpointFile, CheckpointFolder, open_checkpoint
 from safeckpt.store import Best, CheckpointDirectory
+from safeckpt.system.arguments import checked_bool
 from safeckpt.system.json_numbers import from_json, to_json
 from safeckpt.system.threads import Progress
 from safeckpt.system.warn import warn_caller
@@ -224,8 +225,10 @@ class Catalog:
             warn_skipped(path, reason)
         return tuple(found)
 
-    def find_latest(self) -> Checkpoint | None:
+    def find_latest(self, *, verify: bool = True) -> Checkpoint | None:
         """Return the newest good checkpoint, every byte of it verified; None when there is none.
+
+        Without `verify` it is the newest that passes the cheap check, and may turn out not to be good.
 
         A file that is gone when it is opened was pruned by its writer, which has then committed a newer one: the
         directory is listed again.
@@ -241,6 +244,8 @@ class Catalog:
         while (step := max((step for step in self.files.steps() if step not in tried), default=None)) is not None:
             tried.add(step)
             try:
+                if not verify:
+                    return self.peek(step)
                 with self.open_step(step) as (_, checkpoint):
                     return checkpoint
             except (LoadError, OSError) as error:
@@ -399,13 +404,17 @@ def warn_skipped(path: Path, reason: str) -> None:
     warn_caller(f"{path} was passed over: {reason}.", SkippedCheckpointWarning)
 
 
-def latest(directory: str | os.PathLike[str]) -> Checkpoint | None:
+def latest(directory: str | os.PathLike[str], *, verify: bool = True) -> Checkpoint | None:
     """Return the newest good checkpoint in a directory, every byte of it verified.
 
     Needs no objects and no lock, changes nothing, and works while a training run holds the directory.
 
     Args:
         directory: A directory that a `CheckpointManager` writes.
+        verify: Whether every byte is checked. False: the newest checkpoint that passes the cheap check (name, trailer,
+            size, structure) is returned, for a program that has to know the step before its objects exist and then
+            restores, which reads the file anyway. That `restore` may pass it over when its bytes are not those that
+            were written: compare the step of what it returns.
 
     Returns:
         The checkpoint, None when the directory is missing, empty or has no good one. Newer files that are not
@@ -416,9 +425,9 @@ def latest(directory: str | os.PathLike[str]) -> Checkpoint | None:
         OSError: The directory or a file in it cannot be read.
 
     Cost:
-        Reads the newest file once.
+        Reads the newest file once; without `verify` only its ends.
     """
-    return Catalog(CheckpointDirectory(directory)).find_latest()
+    return Catalog(CheckpointDirectory(directory)).find_latest(verify=checked_bool("verify", verify))
 
 
 def score(checkpoint: Checkpoint, metric: str) -> float | None:
