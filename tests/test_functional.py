@@ -23,8 +23,8 @@ import torch
 import safeckpt
 from safeckpt.store import names
 from tests import children
+from tests.comparing import bits
 from tests.faults import Fault, LineInterrupt, as_nobody, contents, descriptor_count, intercept, names_in
-from tests.training import bits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,30 +10,13 @@ import numpy as np
 import torch
 from torch import nn
 
-
-def bits(value: Any) -> Any:
-    """Return nested plain values in which every tensor and float is its bytes: NaN equals itself, -0.0 is not 0.0."""
-    if isinstance(value, torch.Tensor):
-        flat = value.detach().cpu().contiguous().reshape(-1)
-        return (str(value.dtype), tuple(value.size()), flat.view(torch.uint8).numpy().tobytes())
-    if isinstance(value, np.ndarray):
-        return (str(value.dtype), value.shape, value.tobytes())
-    if isinstance(value, Mapping):
-        return {key: bits(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [bits(item) for item in value]
-    return value.hex() if isinstance(value, float) else value
+from tests.comparing import bits, streams
 
 
 def endless(loader: Iterable[Any]) -> Iterator[Any]:
     """Yield the batches of one epoch after the other."""
     while True:
         yield from loader
-
-
-def streams() -> Any:
-    """Return where the process's random streams are."""
-    return bits([random.getstate(), np.random.get_state(), torch.get_rng_state()])
 
 
 def state_of(components: Mapping[str, Any]) -> dict[str, Any]:

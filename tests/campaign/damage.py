@@ -20,7 +20,7 @@ from safeckpt.file import encode, open_file
 from safeckpt.file.trailer import TRAILER_BYTES
 from safeckpt.store.names import step_name
 from tests.campaign.outcome import Outcome, Scale
-from tests.file.same import assert_same
+from tests.comparing import assert_same
 from tests.file.states import trained, written
 
 PAGE = 4096

@@ -21,8 +21,8 @@ from torch import nn
 
 from safeckpt import CheckpointManager
 from tests.campaign.outcome import Outcome, Scale, WrongBitsError, quiet, scratch
+from tests.comparing import Bits, bits, changes, streams
 from tests.manager.helpers import checkpoint_files, temps_in
-from tests.state.photo import likeness, streams
 
 _ORDERS = {"fast": 2, "full": 4}  # in which the components are given
 _ERRORS = (RuntimeError, KeyError, KeyboardInterrupt)
@@ -133,10 +133,10 @@ def _train(components: dict[str, Any], number: int) -> None:
     model(torch.randn(4, 3)).sum().backward()  # of the next step, which has begun
 
 
-def _photo(components: dict[str, Any]) -> Any:
+def _photo(components: dict[str, Any]) -> Bits:
     """Return everything that is live, in comparable form: without code that may raise."""
     model, optimizer, scheduler, scaler = (components[key] for key in ("model", "optimizer", "scheduler", "scaler"))
-    return likeness(
+    return bits(
         {
             "model": {**dict(model.named_parameters()), **dict(model.named_buffers())},
             "extra": model.extra,
@@ -284,7 +284,7 @@ def _fail_a_restore(manager: CheckpointManager, components: dict[str, Any], rais
     assert checkpoint_files(manager.directory) == files
 
 
-def _compare(before: Any, after: Any) -> None:
-    changed = sorted(key for key in before if before[key] != after[key])
+def _compare(before: Bits, after: Bits) -> None:
+    changed = changes(before, after)
     if changed:
         raise WrongBitsError(f"it has changed {', '.join(changed)}")

@@ -31,9 +31,9 @@ import torch
 import safeckpt
 from safeckpt.file.pickle_scan import PickleError, UntrustedGlobalError, scan_pickle
 from tests.campaign.outcome import Outcome, Scale
+from tests.comparing import assert_same
 from tests.file import test_hostile as known
 from tests.file import test_pickle_scan as op
-from tests.file.same import assert_same
 from tests.file.states import corpus as states
 from tests.file.states import sealed, torch_pickle, written
 

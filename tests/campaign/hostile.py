@@ -38,7 +38,7 @@ import torch
 import safeckpt
 from safeckpt.file import open_file
 from tests.campaign.hostile import MARKER
-from tests.file.same import assert_same
+from tests.comparing import assert_same
 
 def mapped(path):
     return safeckpt.load(path, mmap=True)

@@ -15,9 +15,10 @@ import torch
 import safeckpt
 from safeckpt import CheckpointManager
 from safeckpt.store import names
+from tests.comparing import bits
 from tests.faults import Operation, intercept
 from tests.manager.helpers import flip, manager_of, step_path, steps_in
-from tests.training import Marked, bits
+from tests.training import Marked
 
 NEXT = 70
 

@@ -9,7 +9,7 @@ import safeckpt
 from safeckpt.errors import NonFiniteError
 from safeckpt.file import encode, open_file, prepare
 from safeckpt.store import disk
-from tests.file.same import assert_same
+from tests.comparing import assert_same
 from tests.file.states import NAMES, corpus, loaded
 
 pytestmark = [

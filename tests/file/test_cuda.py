@@ -8,7 +8,7 @@ import torch
 
 from safeckpt.file import encode
 from safeckpt.file.writing.pickling import pickle_payload
-from tests.file.same import assert_same
+from tests.comparing import assert_same
 from tests.file.states import loaded, torch_pickle, written
 
 pytestmark = [

@@ -23,7 +23,7 @@ import torch
 from safeckpt.errors import UnsavableStateError
 from safeckpt.file import encode
 from safeckpt.file.writing.encoding import MOST_LEVELS
-from tests.file.same import assert_same
+from tests.comparing import assert_same
 from tests.file.states import NAMES, corpus, loaded, round_trip, torch_pickle, written
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse (CSR|BSR) tensor support:UserWarning")

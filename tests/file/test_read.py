@@ -20,7 +20,7 @@ from safeckpt.file import FORMAT_VERSION, encode, open_file, verify, write_file
 from safeckpt.file.checksum import CHUNK_BYTES
 from safeckpt.file.trailer import TRAILER_BYTES
 from safeckpt.system import threads
-from tests.file.same import assert_same
+from tests.comparing import assert_same
 from tests.file.states import assembled, corpus, loaded, trained, written
 
 pytestmark = pytest.mark.filterwarnings(

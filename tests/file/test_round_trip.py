@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from safeckpt.errors import UnsavableStateError
 from safeckpt.file import encode
-from tests.file.same import assert_same
+from tests.comparing import assert_same
 from tests.file.states import loaded, round_trip, written
 
 pytestmark = [

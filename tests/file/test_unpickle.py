@@ -11,10 +11,10 @@ from safeckpt.file import encode, open_file
 from safeckpt.file.pickle_scan import Scan
 from safeckpt.file.reading.unpickle import unpickle
 from safeckpt.file.writing.pickling import pickle_payload
+from tests.comparing import assert_same
 from tests.file import states
 from tests.file import test_hostile as hostile
 from tests.file import test_pickle_scan as op
-from tests.file.same import assert_same
 from tests.file.states import loaded
 
 MANY = 150

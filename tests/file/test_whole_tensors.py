@@ -27,7 +27,7 @@ from safeckpt.file import (
     write_file,
     write_joined,
 )
-from tests.file.same import assert_same
+from tests.comparing import assert_same
 
 WEIGHT = torch.arange(24.0).view(4, 6)
 BIAS = torch.arange(5)

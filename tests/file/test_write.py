@@ -17,7 +17,7 @@ from safeckpt.file import encode, open_file, verify, write_file
 from safeckpt.file.archive import HEADER_RECORD, MOST_HEADER_BYTES
 from safeckpt.file.checksum import CHUNK_BYTES
 from safeckpt.file.trailer import TRAILER_BYTES
-from tests.file.same import assert_same
+from tests.comparing import assert_same
 from tests.file.states import corpus, loaded, torch_pickle, trained, written
 
 pytestmark = pytest.mark.filterwarnings(

@@ -10,34 +10,14 @@ import pytest
 import torch
 
 import safeckpt
+from tests.comparing import assert_same, bits
 from tests.distributed import groups
 from tests.golden.make import components, group_components, train, values, weight_of
-from tests.training import bits
 
 HERE = Path(__file__).parent
 DROP_INS = sorted(HERE.glob("format-*-save.pt"))
 FOLDERS = sorted(path for path in HERE.glob("format-*-manager") if path.is_dir())
 GROUPS = sorted(path for kind in ("ddp", "fsdp*") for path in HERE.glob(f"format-*-{kind}") if path.is_dir())
-
-
-def same(loaded, expected):
-    """Compare nested values bit for bit, types included."""
-    assert type(loaded) is type(expected)
-    if isinstance(expected, torch.Tensor):
-        assert loaded.layout == expected.layout
-        if expected.layout is torch.sparse_coo:
-            loaded, expected = loaded.to_dense(), expected.to_dense()
-        assert bits(loaded) == bits(expected)
-    elif isinstance(expected, dict):
-        assert list(loaded) == list(expected)
-        for key, value in expected.items():
-            same(loaded[key], value)
-    elif isinstance(expected, list | tuple):
-        assert len(loaded) == len(expected)
-        for one, other in zip(loaded, expected, strict=True):
-            same(one, other)
-    else:
-        assert loaded == expected
 
 
 def test_there_are_golden_files_of_the_current_format():
@@ -52,8 +32,8 @@ def test_there_are_golden_files_of_the_current_format():
 def test_golden_file_of_the_drop_in_comes_back(path):
     """safeckpt and plain torch read the same values from it as were saved, and other readers find it whole."""
     assert safeckpt.verify(path).self_proving
-    same(safeckpt.load(path), values())
-    same(torch.load(path), values())
+    assert_same(safeckpt.load(path), values())
+    assert_same(torch.load(path), values())
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None
     if shutil.which("unzip"):

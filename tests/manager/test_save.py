@@ -17,6 +17,7 @@ import torch
 
 import safeckpt
 from safeckpt.store import names
+from tests.comparing import bits
 from tests.faults import Fault, Interrupt, Recorder, contents, intercept, names_in
 from tests.manager.helpers import (
     checkpoint_files,
@@ -28,7 +29,7 @@ from tests.manager.helpers import (
     temps_in,
     truncate,
 )
-from tests.training import Marked, Run, bits
+from tests.training import Marked, Run
 
 # -- the file --------------------------------------------------------------------------------------------------------
 

@@ -314,7 +314,7 @@ def test_several_kills_are_reported_one_by_one() -> None:
 
 def test_caller_s_random_streams_are_left_alone() -> None:
     """A proof in this process moves no random stream of it."""
-    from tests.training import streams
+    from tests.comparing import streams
 
     before = streams()
     prove(loops.build, loops.train_step, steps=3, kill_at=1)

@@ -18,7 +18,7 @@ import pytest
 
 import safeckpt
 from tests import children
-from tests.file.same import assert_same
+from tests.comparing import assert_same
 
 PAGE = Path(__file__).parents[2] / ".readme" / "convert.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)

@@ -24,9 +24,10 @@ import safeckpt
 from safeckpt.state import transfer
 from safeckpt.state.tree import named_tensors
 from tests import children
+from tests.comparing import bits
 from tests.faults import Fault, Interrupt, Kill, Operation, Recorder, in_child, intercept
 from tests.manager.helpers import checkpoint_files, events_in, manager_of, steps_in, temps_in
-from tests.training import Marked, Run, bits, state_of
+from tests.training import Marked, Run, state_of
 
 
 class Gate:

@@ -12,7 +12,7 @@ from torch import nn
 from safeckpt import CheckpointManager, StateMismatchError, load
 from safeckpt.state import Mixture, capture, copy_tree, plan, register
 from safeckpt.state.snapshot import RESERVED_KEY
-from tests.state.photo import changes, likeness, photograph, streams
+from tests.comparing import bits, changes, photograph, streams
 
 
 class Net(nn.Module):
@@ -82,7 +82,7 @@ def run(components, steps, step=train_step):
 def state_of(components):
     """Return everything that a checkpoint of the components would hold, in comparable form."""
     payload = capture(register(components)).payload
-    return likeness({key: value for key, value in payload.items() if key != RESERVED_KEY})
+    return {key: bits(value) for key, value in payload.items() if key != RESERVED_KEY}
 
 
 def resumed(build, path, kill, more, *, step=train_step, build_again=None, between=None, late=False, **options):

@@ -10,7 +10,7 @@ import torch
 from safeckpt import CheckpointManager, UnsavableStateError
 from safeckpt.state import register
 from safeckpt.state.containers import from_plain, to_plain
-from tests.state.photo import likeness
+from tests.comparing import bits
 from tests.state.runs import give, payload_of, refusal
 
 
@@ -44,21 +44,6 @@ def contents():
     }
 
 
-def described(value):
-    """Return types and values all the way down."""
-    if isinstance(value, deque):
-        return ("deque", value.maxlen, [described(item) for item in value])
-    if isinstance(value, defaultdict):
-        return ("defaultdict", value.default_factory, {key: described(item) for key, item in value.items()})
-    if isinstance(value, np.ndarray):
-        return (type(value).__name__, value.dtype.str, value.shape, value.tolist())
-    if isinstance(value, dict):
-        return (type(value).__name__, {key: described(item) for key, item in value.items()})
-    if isinstance(value, list | tuple):
-        return (type(value).__name__, [described(item) for item in value])
-    return likeness(value)
-
-
 def test_state_of_an_object_comes_back_in_its_containers_and_arrays(memory_path):
     """Through a file, every deque, defaultdict and array has its type, dtype, length limit and factory."""
     with CheckpointManager(memory_path, {"object": Holder(contents()), "c": {}}) as manager:
@@ -68,11 +53,11 @@ def test_state_of_an_object_comes_back_in_its_containers_and_arrays(memory_path)
     restored = Holder({})
     with CheckpointManager(memory_path, {"object": restored, "c": {}}) as manager:
         manager.restore()
-        assert described(restored.state) == described(contents())
+        assert bits(restored.state) == bits(contents())
         restored.state["obs"][0] = 9
         restored.state["recent"].append(2)
         manager.rollback(changed=True)
-        assert described(restored.state) == described(contents())
+        assert bits(restored.state) == bits(contents())
 
 
 def test_state_without_such_containers_is_handed_on_as_it_is():
@@ -104,7 +89,7 @@ def test_dict_is_filled_in_place_all_the_way_down(memory_path):
         first["deque"], first["deque"][0], first["default"], first["default"]["a"], first["array"], first["tuple"][0],
         first["tuple"][1], first["list"][0], first["list"][1]["x"],
     ]  # fmt: skip
-    before = [described(item) for item in held]
+    before = [bits(item) for item in held]
     for item in (first["deque"][0], first["tuple"][0], first["list"][0]):
         item.fill_(7)
     first["array"][:] = first["list"][1]["x"][:] = 7
@@ -115,7 +100,7 @@ def test_dict_is_filled_in_place_all_the_way_down(memory_path):
     tuple_before = first["tuple"]
     with CheckpointManager(memory_path, {"c": first, "d": {}}) as manager:
         manager.restore()
-    assert [described(item) for item in held] == before
+    assert [bits(item) for item in held] == before
     assert first["deque"] is held[0]
     assert first["default"]["a"] is held[3]
     assert first["tuple"] is tuple_before
@@ -207,7 +192,7 @@ def test_random_contents_come_back(memory_path):
     live = {name: Holder({}) for name in states}
     give(payload, live)
     for name, state in states.items():
-        assert described(live[name].state["s"]) == described(state)
+        assert bits(live[name].state["s"]) == bits(state)
 
 
 @pytest.mark.parametrize(

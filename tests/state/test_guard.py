@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from safeckpt import CheckpointManager, Guard, NonFiniteError, check_gradients, find_nonfinite
 from safeckpt.state import Baseline, capture, guard_from_record, register
-from tests.state.photo import changes, photograph
+from tests.comparing import changes, photograph
 from tests.state.runs import Net, run
 
 NAN, INF = math.nan, math.inf

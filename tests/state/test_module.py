@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 from safeckpt import CheckpointManager, ComponentChangedWarning, Guard, UnsavableStateError
 from safeckpt.state import capture, register
 from safeckpt.state.module import ModuleComponent, clean_modules, unwrap
-from tests.state.photo import changes, likeness, photograph
+from tests.comparing import bits, changes, photograph
 from tests.state.runs import Net, assert_resumes, give, payload_of, refusal, through_file, train_step
 from tests.state.tensors import SPECIAL, TORCH_WARNINGS
 
@@ -35,7 +35,7 @@ def randomised(model):
 def transferred(saved, live):
     """Save one model, restore the other, and return both states in comparable form."""
     give(payload_of({"model": saved}), {"model": live})
-    return likeness(unwrap(saved).state_dict()), likeness(unwrap(live).state_dict())
+    return bits(unwrap(saved).state_dict()), bits(unwrap(live).state_dict())
 
 
 # -- values and flags -----------------------------------------------------------------------------------------------
@@ -118,16 +118,16 @@ def test_restored_module_shares_nothing_with_the_payload():
     saved, live = randomised(WithExtra()), WithExtra()
     payload = payload_of({"model": saved})
     give(payload, {"model": live})
-    before = likeness(live.state_dict())
+    before = bits(live.state_dict())
     live.extra["seen"].append(torch.ones(1))
     live.extra["total"].add_(1)
     with torch.no_grad():
         live.weight.fill_(3.0)
     give(payload, {"model": live})
-    assert likeness(live.state_dict()) == before
+    assert bits(live.state_dict()) == before
     payload["model"]["weight"].fill_(7.0)
     payload["model"]["_extra_state"]["total"].fill_(7.0)
-    assert likeness(live.state_dict()) == before
+    assert bits(live.state_dict()) == before
 
 
 class WithExtra(nn.Module):
@@ -153,7 +153,7 @@ def test_extra_state_comes_back_through_a_file(memory_path):
     saved.extra["seen"] = [2, {"a": (1.5, None)}]
     saved.child.extra["total"] += 4
     give(through_file({"model": saved}, memory_path), {"model": live})
-    assert likeness(live.state_dict()) == likeness(saved.state_dict())
+    assert bits(live.state_dict()) == bits(saved.state_dict())
 
 
 def test_extra_state_that_cannot_be_read_back_is_refused_at_save_by_name(memory_path):
@@ -283,7 +283,7 @@ def test_class_that_may_have_a_new_name_is_a_warning_where_every_tensor_fits(kin
     manager = CheckpointManager(memory_path, {"model": live, "c": {}})
     with manager, pytest.warns(ComponentChangedWarning, match=text):
         manager.restore()
-    assert likeness(dict(live.state_dict())) == likeness(dict(saved.state_dict()))
+    assert bits(dict(live.state_dict())) == bits(dict(saved.state_dict()))
 
 
 @pytest.mark.parametrize(
@@ -338,7 +338,7 @@ def test_script_module_is_a_component_like_another(way, memory_path):
     live.eval()
     with CheckpointManager(memory_path, next(components)) as manager:
         manager.restore()
-    assert likeness(dict(live.state_dict())) == likeness(dict(saved.state_dict()))
+    assert bits(dict(live.state_dict())) == bits(dict(saved.state_dict()))
     assert live.training
 
 
@@ -461,7 +461,7 @@ def test_prefixes_of_wrappers_are_taken_off_at_any_depth(inner, outer):
     assert list(payload["model"]) == list(Deep().state_dict())
     for live in (Deep(), WRAPS[inner](Deep(WRAPS[outer])), nn.DataParallel(Deep(compiled))):
         give(payload, {"model": live})
-        assert likeness(capture(register({"model": live})).payload["model"]) == likeness(payload["model"])
+        assert bits(capture(register({"model": live})).payload["model"]) == bits(payload["model"])
 
 
 def test_child_that_is_called_module_keeps_its_name():
@@ -683,7 +683,7 @@ def test_buffer_of_any_kind_comes_back_bit_for_bit(kind, memory_path):
         manager.save(1)
     with CheckpointManager(memory_path, {"model": live}, **allowed) as manager:
         manager.restore()
-    assert likeness(live.state_dict()) == likeness(saved.state_dict())
+    assert bits(live.state_dict()) == bits(saved.state_dict())
 
 
 def test_channels_last_network_goes_on_bit_for_bit(memory_path):

@@ -9,7 +9,7 @@ from torch.optim import LBFGS, SGD, Adam, AdamW
 
 from safeckpt import CheckpointManager, HyperparameterReplacedWarning, UnsavableStateError, load
 from safeckpt.state import capture, plan, register
-from tests.state.photo import changes, likeness, photograph
+from tests.comparing import bits, changes, photograph
 from tests.state.runs import (
     Net,
     assert_resumes,
@@ -57,7 +57,7 @@ def by_name(components):
     """Return (name, key) -> bits of every tensor of optimizer state."""
     optimizer, names = components["optimizer"], {p: name for name, p in components["model"].named_parameters()}
     return {
-        (names[p], key): likeness(value) for p, entry in optimizer.state.items() for key, value in sorted(entry.items())
+        (names[p], key): bits(value) for p, entry in optimizer.state.items() for key, value in sorted(entry.items())
     }
 
 
@@ -238,7 +238,7 @@ def test_parameters_of_no_module_are_matched_by_place_shape_and_dtype(memory_pat
     payload = through_file(components, memory_path)
     live = build()
     give(payload, live)
-    assert likeness(live["optimizer"].state_dict()) == likeness(components["optimizer"].state_dict())
+    assert bits(live["optimizer"].state_dict()) == bits(components["optimizer"].state_dict())
     assert refusal(payload, build((3, 2), (2,))) == [
         "optimizer: group 0 position 0 had shape [2], now [3, 2]",
         "optimizer: group 0 position 1 had shape [3, 2], now [2]",
@@ -434,7 +434,7 @@ def test_restored_state_shares_nothing_with_the_payload_and_can_be_restored_agai
     components["optimizer"] = AdamW(components["model"].parameters(), lr=torch.tensor(0.1), foreach=False)
     run(components, 2, layered_step)
     payload = payload_of(components)
-    kept = likeness(payload)
+    kept = bits(payload)
     seed(3)
     first = run(components, 3, layered_step)
     for _ in range(2):
@@ -442,7 +442,7 @@ def test_restored_state_shares_nothing_with_the_payload_and_can_be_restored_agai
         components["optimizer"].param_groups[0]["lr"].add_(0)
         seed(3)
         assert run(components, 3, layered_step) == first
-        assert likeness(payload) == kept
+        assert bits(payload) == kept
 
 
 def test_tensors_that_overlap_in_the_state_still_do(memory_path):
@@ -782,4 +782,4 @@ def test_first_values_are_handed_on_by_a_run_that_was_resumed(memory_path):
         run(components, 1, step)
         payload = load(manager.save(3).path)
     assert payload["safeckpt"]["components"]["optimizer"]["first"][0]["lr"] == 0.1
-    assert likeness(payload) == likeness(expected)
+    assert bits(payload) == bits(expected)

@@ -11,7 +11,7 @@ import torch
 from safeckpt import CheckpointManager, EnvironmentChangedWarning
 from safeckpt.state import Mixture, capture, plan, register
 from safeckpt.state.random_streams import RngStreams, unpacked_python
-from tests.state.photo import changes, photograph, streams
+from tests.comparing import changes, photograph, streams
 from tests.state.runs import give, payload_of, refusal
 
 BITS = sorted(

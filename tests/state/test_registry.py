@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from safeckpt import CheckpointManager, UncapturedStateWarning
 from safeckpt.state import register, uncaptured
-from tests.state.photo import changes, photograph
+from tests.comparing import changes, photograph
 from tests.state.runs import Net, run
 from tests.state.test_scheduler_list import COMPOSED, RECIPES
 

@@ -8,7 +8,7 @@ from torch.optim import lr_scheduler as s
 
 from safeckpt import CheckpointManager, HyperparameterReplacedWarning, UnsavableStateError
 from safeckpt.state import Mixture, capture, plan, register
-from tests.state.photo import changes, likeness, photograph
+from tests.comparing import bits, changes, photograph
 from tests.state.runs import Net, give, payload_of, refusal, run, seed, straight, train_step
 
 
@@ -141,14 +141,14 @@ def test_restored_scheduler_shares_nothing_with_the_payload():
     components = build(lambda o: s.ReduceLROnPlateau(o, patience=0))
     run(components, 3)
     payload = payload_of(components)
-    kept = likeness(payload)
+    kept = bits(payload)
     results = []
     for _ in range(2):
         give(payload, components)
         seed(4)
-        results.append((run(components, 3), likeness(components["scheduler"].state_dict())))
+        results.append((run(components, 3), bits(components["scheduler"].state_dict())))
     assert results[0] == results[1]
-    assert likeness(payload) == kept
+    assert bits(payload) == kept
 
 
 # -- what a script says otherwise -----------------------------------------------------------------------------------
@@ -420,9 +420,9 @@ def test_tensor_rates_come_back_as_tensors_of_their_own():
     optimizer = SGD(model.parameters(), lr=torch.tensor(0.5), foreach=False)
     components = {"model": model, "optimizer": optimizer, "scheduler": s.ExponentialLR(optimizer, 0.5)}
     payload = payload_of(components)
-    kept = likeness(payload)
+    kept = bits(payload)
     give(payload, components)
     components["optimizer"].step()
     components["scheduler"].step()
-    assert likeness(payload) == kept
+    assert bits(payload) == kept
     assert optimizer.param_groups[0]["lr"].item() == 0.25

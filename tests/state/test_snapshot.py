@@ -15,7 +15,7 @@ from safeckpt import CheckpointManager, ComponentMismatchError, EnvironmentChang
 from safeckpt.state import Mixture, capture, copy_tree, plan, register
 from safeckpt.state.environment import environment
 from safeckpt.state.tree import named_tensors
-from tests.state.photo import changes, likeness, photograph
+from tests.comparing import bits, changes, photograph
 from tests.state.runs import Net, give, payload_of, refusal, run, seed, state_of, straight, train_step
 from tests.state.test_stateful import Box, Ema, Loader, PickyLoader
 
@@ -256,14 +256,14 @@ def test_plan_changes_nothing_until_it_is_applied():
 def test_payload_restored_twice_gives_the_same_and_stays_as_it_is():
     """Training on after a restore changes neither the payload nor what the next restore gives."""
     payload = saved_payload()
-    kept = likeness(payload)
+    kept = bits(payload)
     components = whole()
     results = []
     for _ in range(3):
         give(payload, components)
         results.append((run(components, 3, step), state_of(components)))
     assert results[0] == results[1] == results[2]
-    assert likeness(payload) == kept
+    assert bits(payload) == kept
 
 
 def test_restored_objects_share_no_memory_with_the_payload():
@@ -291,7 +291,7 @@ def test_only_what_is_named_is_restored():
     assert photograph() == streams_before
     assert state_of({name: others[name] for name in before}) == before
     assert not components["optimizer"].state
-    assert likeness(components["model"].state_dict()) == likeness(payload["model"])
+    assert bits(components["model"].state_dict()) == bits(payload["model"])
 
 
 def test_nonsense_in_only_is_refused():

@@ -9,7 +9,7 @@ from torch.optim import SGD, swa_utils
 
 from safeckpt import CheckpointManager, HyperparameterReplacedWarning, UnsavableStateError
 from safeckpt.state import capture, plan, register
-from tests.state.photo import changes, likeness, photograph
+from tests.comparing import bits, changes, photograph
 from tests.state.runs import Net, assert_resumes, give, payload_of, refusal, run, seed, train_step
 from tests.state.test_guard import judge, names
 
@@ -135,13 +135,13 @@ def test_object_with_a_state_dict_goes_on_and_shares_nothing(memory_path):
 
     components = assert_resumes(build, memory_path, step=step)
     payload = payload_of(components)
-    kept = likeness(payload)
+    kept = bits(payload)
     assert not payload["ema"]["last"].requires_grad
     for _ in range(2):
         give(payload, components)
         seed(1)
         run(components, 2, step)
-    assert likeness(payload) == kept
+    assert bits(payload) == kept
 
 
 class Box:
@@ -176,7 +176,7 @@ def test_state_of_any_form_comes_back(value, memory_path):
     live = Box()
     with CheckpointManager(memory_path, {"box": live}) as manager:
         manager.restore()
-    assert likeness(live.value) == likeness(value)
+    assert bits(live.value) == bits(value)
 
 
 def test_object_of_another_class_is_refused():
@@ -272,7 +272,7 @@ def test_counters_are_restored_in_place(memory_path):
     parts = {key: live[key] for key in ("inner", "seen", "tags", "temperature")}
     with CheckpointManager(memory_path, {"counters": live, "o": SGD([live["temperature"]], lr=1)}) as manager:
         manager.restore()
-    assert likeness(live) == likeness(saved)
+    assert bits(live) == bits(saved)
     assert all(live[key] is part for key, part in parts.items())
     assert live["temperature"].requires_grad
 
@@ -281,13 +281,13 @@ def test_counters_share_nothing_with_the_payload():
     """Counting on leaves the payload as it was."""
     counters = {"a": [1, {"b": [2]}], "c": {"d": [3]}, "t": torch.ones(1)}
     payload = payload_of({"counters": counters})
-    kept = likeness(payload)
+    kept = bits(payload)
     for _ in range(2):
         give(payload, {"counters": counters})
         counters["a"][1]["b"].append(5)
         counters["c"]["d"].append(6)
         counters["t"].add_(1)
-    assert likeness(payload) == kept
+    assert bits(payload) == kept
 
 
 def test_counters_that_do_not_fit_are_refused_by_name():
@@ -314,13 +314,13 @@ def test_entries_and_tensors_that_grow_while_training_come_back_and_go(memory_pa
         manager.save(2)
         counters["later"] = 1
         manager.restore()
-        assert likeness(counters) == likeness({"history": torch.ones(3), "best": None, "epoch": 1})
+        assert bits(counters) == bits({"history": torch.ones(3), "best": None, "epoch": 1})
         manager.restore(1)
-        assert likeness(counters) == likeness({"history": torch.zeros(0), "best": None})
+        assert bits(counters) == bits({"history": torch.zeros(0), "best": None})
     fresh = {"history": torch.zeros(0), "best": None}
     with CheckpointManager(memory_path, {"counters": fresh}) as manager:
         manager.restore(2)
-    assert likeness(fresh) == likeness({"history": torch.ones(3), "best": None, "epoch": 1})
+    assert bits(fresh) == bits({"history": torch.ones(3), "best": None, "epoch": 1})
 
 
 def test_trained_tensor_in_a_dict_goes_on_bit_for_bit(memory_path):

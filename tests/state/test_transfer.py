@@ -14,7 +14,7 @@ from safeckpt.state import transfer
 from safeckpt.state.transfer import Transfer, fresh
 from safeckpt.state.tree import copy_tree
 from safeckpt.system import threads
-from tests.training import bits
+from tests.comparing import bits
 
 LARGE = (1 << 20) + 3  # elements: several pieces and a rest, more than one of them for every dtype
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64]
