@@ -2,7 +2,8 @@
 
 In the index each of these tensors is a place holder, a dict with the key under which the engine has it. A module's
 tensor has the key `component.qualified.name`, so that plain `torch.distributed.checkpoint.load` finds it as well; an
-optimizer's is `optimizer.component.qualified.name.exp_avg`: by name, never by position.
+optimizer's is `optimizer.component.qualified.name.exp_avg`: by name, never by position. In any other state it is the
+component and the path in its state.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ import torch
 
 from safeckpt.distributed.group import Group, in_group
 from safeckpt.distributed.plan_cache import PlanCache
-from safeckpt.errors import DamagedCheckpointError, LoadError, UnsavableStateError
-from safeckpt.file import SHARD_KEY, ShardFile, placeholder_of
+from safeckpt.errors import DamagedCheckpointError, LoadError, StateMismatchError, UnsavableStateError
+from safeckpt.file import SHARD_KEY, Placeholder, ShardFile, placeholder_of
 from safeckpt.state import RESERVED_KEY, Component
 from safeckpt.state.fsdp import reshard
 from safeckpt.state.random_streams import RngStreams
 from safeckpt.state.tree import ENTER, join, local_part, map_tensors, map_tree, named_tensors
+from safeckpt.system.torch_private import part_bounds, sharded_like
 
 __all__ = [
     "ShardTensors",
@@ -62,7 +64,7 @@ def extract_shards(payload: Mapping[str, Any], *, is_rank_zero: bool) -> tuple[d
     counts, stay.
 
     Raises:
-        UnsavableStateError: A sharded tensor is where no name could find it again.
+        UnsavableStateError: Two tensors have one name, or a tensor is the summand of a sum that is not made yet.
     """
     shards: ShardTensors = {}
     records = payload[RESERVED_KEY]["components"]
@@ -76,14 +78,6 @@ def extract_shards(payload: Mapping[str, Any], *, is_rank_zero: bool) -> tuple[d
         gradients, {id(t): join("safeckpt.grad", name) for name, t in gradients.items()}, shards
     )
     skeleton[RESERVED_KEY] = own
-    for name, tensor in named_tensors(skeleton):
-        if hasattr(tensor, "to_local"):
-            raise UnsavableStateError(
-                location=name,
-                type_name="DTensor",
-                reason="sharded tensors are saved as parameters and buffers of modules and in the state of optimizers",
-                cure="keep it in a registered module, or save full_tensor().",
-            )
     for key, tensor in shards.items():
         if any(placement.is_partial() for placement in getattr(tensor, "placements", ())):
             raise UnsavableStateError(
@@ -96,33 +90,19 @@ def extract_shards(payload: Mapping[str, Any], *, is_rank_zero: bool) -> tuple[d
 
 
 def _namer(name: str, state: Any, record: Mapping[str, Any], *, everything: bool = False) -> dict[int, str]:
-    """Return the key of each tensor of a component that goes to the engine (with `everything`, of each tensor), by id.
-
-    Raises:
-        UnsavableStateError: Sharded state of an optimizer has another shape than its parameter, so that a fresh
-            optimizer cannot tell how it has to lie.
-    """
+    """Return by id the key of each tensor of a component that goes to the engine; with `everything`, of each tensor."""
+    found = {
+        id(tensor): join(name, key) for key, tensor in named_tensors(state) if everything or hasattr(tensor, "to_local")
+    }
     if record["kind"] == "module":
         # One that is expanded stays: its memory is smaller than what it claims.
         tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
-        return {id(value): join(name, key) for key, value in tensors.items() if everything or not _is_expanded(value)}
-    if record["kind"] != "optimizer" or not isinstance(state, dict) or "param_groups" not in state:
-        return {}
-    found: dict[int, str] = {}
-    shapes = {slot["name"]: slot["shape"] for slots in record["slots"] for slot in slots}
-    for number, slot in _numbered(state, record):
-        for key, value in named_tensors(state.get("state", {}).get(number, {})):
-            where = join(join(name, slot), key)
-            sharded = hasattr(value, "to_local")
-            if sharded and list(value.size()) != shapes[slot]:
-                raise UnsavableStateError(
-                    location=where,
-                    type_name="DTensor",
-                    reason="sharded state of another shape than its parameter has no layout in a fresh optimizer",
-                    cure="use an optimizer whose state has the shape of the parameter, or full_tensor().",
-                )
-            if sharded or everything or value.numel() > 1:
-                found[id(value)] = where
+        found |= {id(value): join(name, key) for key, value in tensors.items() if everything or not _is_expanded(value)}
+    elif record["kind"] == "optimizer" and isinstance(state, dict) and "param_groups" in state:
+        for number, slot in _numbered(state, record):
+            for key, value in named_tensors(state.get("state", {}).get(number, {})):
+                if everything or hasattr(value, "to_local") or value.numel() > 1:
+                    found[id(value)] = join(join(name, slot), key)
     return found
 
 
@@ -155,7 +135,11 @@ def _without(tree: Any, keys: Mapping[int, str], shards: ShardTensors) -> Any:
                 reason="two different tensors would have this name",
                 cure="give one of the components another name.",
             )
-        return {SHARD_KEY: key, "shape": list(tensor.size()), "dtype": tensor.dtype}
+        holder = {SHARD_KEY: key, "shape": list(tensor.size()), "dtype": tensor.dtype}
+        if hasattr(tensor, "to_local"):
+            placements: Any = tensor.placements  # type: ignore[attr-defined]
+            holder["placements"] = [getattr(placement, "dim", None) for placement in placements]
+        return holder
 
     return map_tensors(tree, place_holder)
 
@@ -169,9 +153,10 @@ def allocate_placeholders(
 
     Raises:
         DamagedCheckpointError: A place holder is none.
+        StateMismatchError: Nothing says how a tensor has to lie.
     """
     layouts = _live_layouts(payload, components)
-    return _placed(payload, path, lambda key, shape, dtype: _empty_like(_layout_of(key, shape, layouts), shape, dtype))
+    return _placed(payload, path, lambda holder: _empty_like(_layout_of(holder, layouts), holder.shape, holder.dtype))
 
 
 def as_local_shards(payload: Mapping[str, Any], components: Mapping[str, Component]) -> dict[str, Any]:
@@ -185,7 +170,8 @@ def as_local_shards(payload: Mapping[str, Any], components: Mapping[str, Compone
 
     def with_parts(tree: Any, keys: Mapping[int, str]) -> Any:
         def part(tensor: torch.Tensor) -> torch.Tensor:
-            live = _layout_of(keys[id(tensor)], tensor.size(), layouts) if id(tensor) in keys else None
+            key = keys.get(id(tensor))
+            live = None if key is None else _layout_of(Placeholder(key, tensor.size(), tensor.dtype), layouts)
             return tensor if live is None or not hasattr(live, "to_local") else _part_of(tensor, live)
 
         return map_tensors(tree, part) if keys else tree
@@ -203,9 +189,7 @@ def as_local_shards(payload: Mapping[str, Any], components: Mapping[str, Compone
 
 def _part_of(tensor: torch.Tensor, live: Any) -> torch.Tensor:
     """Return what this rank has of a tensor when it lies as a live one does."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415 - no public name
-
-    shape, offsets = compute_local_shape_and_global_offset(tensor.size(), live.device_mesh, live.placements)
+    shape, offsets = part_bounds(tensor.size(), live.device_mesh, live.placements)
     part = tensor
     for dimension, (length, offset) in enumerate(zip(shape, offsets, strict=True)):
         part = part.narrow(dimension, min(offset, tensor.size(dimension)), length)
@@ -219,13 +203,8 @@ def _live_layouts(payload: Mapping[str, Any], components: Mapping[str, Component
     with RngStreams.untouched():
         all_captured = {name: component.capture() for name, component in components.items()}
     for name, captured in all_captured.items():
-        record = {"kind": components[name].kind, **captured.record}
-        if record["kind"] == "module":
-            layouts.update((join(name, key), one) for key, one in captured.state.items())
-        elif record["kind"] == "optimizer" and isinstance(captured.state, dict) and "param_groups" in captured.state:
-            for number, slot in _numbered(captured.state, record):
-                for key, value in named_tensors(captured.state.get("state", {}).get(number, {})):
-                    layouts[join(join(name, slot), key)] = value
+        keys = _namer(name, captured.state, {"kind": components[name].kind, **captured.record}, everything=True)
+        layouts.update((keys[id(tensor)], tensor) for _, tensor in named_tensors(captured.state) if id(tensor) in keys)
     parameters = {name: p for one in components.values() for name, p in one.parameter_names().items()}
     layouts.update((join("safeckpt.grad", name), p) for name, p in parameters.items())
     for name, record in payload[RESERVED_KEY]["components"].items():
@@ -236,7 +215,7 @@ def _live_layouts(payload: Mapping[str, Any], components: Mapping[str, Component
 
 
 def _placed(
-    payload: Mapping[str, Any], path: object, empty: Callable[[str, torch.Size, torch.dtype], torch.Tensor]
+    payload: Mapping[str, Any], path: object, empty: Callable[[Placeholder], torch.Tensor]
 ) -> tuple[dict[str, Any], ShardTensors]:
     """Return a payload with tensors for its place holders, and those of them that have memory."""
     shards: ShardTensors = {}
@@ -246,22 +225,44 @@ def _placed(
         if holder is None:
             return ENTER
         if holder.key not in shards:
-            shards[holder.key] = empty(*holder)
+            shards[holder.key] = empty(holder)
         return shards[holder.key]
 
     result = {name: map_tree(value, place) for name, value in payload.items()}
     return result, {key: tensor for key, tensor in shards.items() if not tensor.is_meta}
 
 
-def _layout_of(key: str, shape: torch.Size, layouts: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """Return a live tensor that lies as this one has to: itself, or the parameter of its shape that it belongs to."""
-    if key in layouts:
-        return layouts[key]
-    while key not in layouts:
-        key, dot, _ = key.rpartition(".")
-        if not dot:
-            return None
-    return layouts[key] if layouts[key].size() == shape else None
+def _layout_of(holder: Placeholder, layouts: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """Return a tensor that lies as this one has to; None for one that every rank has whole.
+
+    That is the live one, or the parameter of its shape that it belongs to. State that a fresh object does not have yet
+    lies as it was saved, on the mesh that is there now.
+    """
+    owner = holder.key
+    while owner not in layouts and "." in owner:
+        owner = owner.rpartition(".")[0]
+    live = layouts.get(owner)
+    if owner == holder.key or (live is not None and live.size() == holder.shape):
+        return live
+    sharded = [one for one in layouts.values() if hasattr(one, "to_local")] if live is None else [live]
+    if holder.placements is None or not any(hasattr(one, "to_local") for one in sharded):
+        return None
+    return _as_saved(holder, sharded)
+
+
+def _as_saved(holder: Placeholder, live: list[Any]) -> torch.Tensor:
+    """Return an empty tensor that is cut along the dimensions along which it was when it was saved.
+
+    Raises:
+        StateMismatchError: There are several meshes that it could lie on.
+    """
+    placements = holder.placements or ()
+    meshes = {id(one.device_mesh): one for one in live}
+    fitting = [one for one in meshes.values() if one.device_mesh.ndim == len(placements)] or list(meshes.values())
+    if len({one.device_mesh for one in fitting}) > 1:
+        reason = f"{holder.key}: the live objects do not have it yet, and it could lie on several meshes"
+        raise StateMismatchError(mismatches=[reason])
+    return sharded_like(fitting[0], holder.shape, holder.dtype, placements)
 
 
 def _empty_like(live: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         shard_of_bytes,
     )
     from safeckpt.file.reading.source import Part, source_of
-    from safeckpt.file.reading.whole_tensors import SHARD_KEY, ShardTensorReader, placeholder_of
+    from safeckpt.file.reading.whole_tensors import SHARD_KEY, Placeholder, ShardTensorReader, placeholder_of
     from safeckpt.file.trailer import FORMAT_VERSION
     from safeckpt.file.writing.encoding import encode
     from safeckpt.file.writing.write import PreparedFile, WrittenFile, prepare, write_file, write_joined
@@ -35,6 +35,7 @@ else:
             "METADATA": "safeckpt.file.reading.shard_metadata",
             "Mapped": "safeckpt.file.reading.mapping",
             "Part": "safeckpt.file.reading.source",
+            "Placeholder": "safeckpt.file.reading.whole_tensors",
             "PreparedFile": "safeckpt.file.writing.write",
             "SHARD_KEY": "safeckpt.file.reading.whole_tensors",
             "ShardFile": "safeckpt.file.reading.sharded",
@@ -65,6 +66,7 @@ __all__ = [
     "FileReport",
     "Mapped",
     "Part",
+    "Placeholder",
     "PreparedFile",
     "ShardFile",
     "ShardTensorReader",

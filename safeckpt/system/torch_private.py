@@ -26,6 +26,7 @@ __all__ = [
     "closed_form_rates",
     "fake_mode_is_on",
     "is_transformed",
+    "part_bounds",
     "rebuild_from_type_v2",
     "rebuild_parameter",
     "rebuild_qtensor",
@@ -33,6 +34,7 @@ __all__ = [
     "rebuild_tensor_v3",
     "registered_globals",
     "restore_location_of",
+    "sharded_like",
     "skip_data_is_on",
     "typed_storage",
     "validate_compressed",
@@ -104,3 +106,39 @@ def closed_form_rates(scheduler: Any) -> list[Any] | None:
         scheduler._get_lr_called_within_step = True
         return list(scheduler.get_lr())
     return None
+
+
+def part_bounds(shape: torch.Size, mesh: Any, placements: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return shape and offsets of what this process has of a tensor that is cut in this way."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415 - only in a group
+
+    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return tuple(sizes), tuple(offsets)
+
+
+def sharded_like(live: Any, shape: torch.Size, dtype: torch.dtype, cut: tuple[int | None, ...]) -> torch.Tensor:
+    """Return a DTensor without memory on the mesh of a live one.
+
+    Args:
+        live: The live one.
+        shape: Of the whole tensor.
+        dtype: Its dtype.
+        cut: For each dimension of the mesh, the dimension that is cut there. Where the mesh has another number of them,
+            every rank has all of the tensor.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard  # noqa: PLC0415 - only in a group
+
+    mesh = live.device_mesh
+    dimensions = cut if len(cut) == mesh.ndim else (None,) * mesh.ndim
+    placements = [
+        # The live one may be cut in strides, which has no public name.
+        Replicate() if dimension is None else own if own.is_shard(dimension) else Shard(dimension)
+        for dimension, own in zip(dimensions, live.placements, strict=True)
+    ]
+    sizes, _ = part_bounds(shape, mesh, placements)
+    whole = torch.empty(shape, dtype=dtype, device="meta")
+    part = torch.empty(sizes, dtype=dtype, device="meta")
+    made: torch.Tensor = DTensor.from_local(
+        part, mesh, placements, run_check=False, shape=whole.size(), stride=whole.stride()
+    )
+    return made

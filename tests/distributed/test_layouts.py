@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import safeckpt
 from tests.comparing import bits
-from tests.distributed import groups
+from tests.distributed import groups, settings
 from tests.distributed.scenarios import caught, local, outcome, rank
 from tests.distributed.training import whole
 from tests.faults import Fault, intercept
@@ -291,6 +291,18 @@ def test_parts_of_a_model_are_refused_and_wrapped_ones_saved(seen: list[dict[str
             assert refused["error"] == "UnsavableStateError", name
             assert "state_dict and load_state_dict" in refused["text"]
         assert wrapped == {("0.weight", "head.weight")[number]: number + 5.0}
+
+
+@case
+def sharded_state_of_other_forms(path: Path) -> Any:
+    names = ("fsdp_row_statistics", "fsdp_average_as_dict", "fsdp_average_as_object")
+    return {name: settings.resumes(settings.PAIR[name], False, path / name) for name in names}
+
+
+def test_sharded_state_of_other_forms_resumes_exactly(seen: list[dict[str, Any]]) -> None:
+    """Statistics of rows and columns, an average in a dict, and one that an object makes at the first step."""
+    for found in groups.of(seen, "sharded_state_of_other_forms"):
+        assert set(found.values()) == {(True, (), ())}, found
 
 
 @case

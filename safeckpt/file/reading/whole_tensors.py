@@ -39,11 +39,20 @@ _HOST: Final = torch.device("cpu")
 
 
 class Placeholder(NamedTuple):
-    """A tensor that is in the shards, by name."""
+    """A tensor that is in the shards, by name.
+
+    Attributes:
+        key: Its name there.
+        shape: Of the whole tensor.
+        dtype: Its dtype.
+        placements: For each dimension of the mesh that it lay on, the dimension of the tensor that was cut there, or
+            None where every rank had all; None where it lay on none, or was saved before this was noted.
+    """
 
     key: str
     shape: torch.Size
     dtype: torch.dtype
+    placements: tuple[int | None, ...] | None = None
 
 
 def placeholder_of(value: Any, path: object) -> Placeholder | None:
@@ -55,9 +64,18 @@ def placeholder_of(value: Any, path: object) -> Placeholder | None:
     if not isinstance(value, dict) or SHARD_KEY not in value:
         return None
     try:
-        found = Placeholder(str(value[SHARD_KEY]), torch.Size(value["shape"]), value["dtype"])
+        placements = value.get("placements")
+        found = Placeholder(
+            str(value[SHARD_KEY]),
+            torch.Size(value["shape"]),
+            value["dtype"],
+            None if placements is None else tuple(placements),
+        )
         if not isinstance(found.dtype, torch.dtype) or any(extent < 0 for extent in found.shape):
             raise TypeError(f"{list(found.shape)} {found.dtype}")  # noqa: TRY301
+        cut = [dimension for dimension in found.placements or () if dimension is not None]
+        if any(dimension not in range(len(found.shape)) for dimension in cut):
+            raise ValueError(f"{list(found.shape)} cut along {cut}")  # noqa: TRY301
     except (LookupError, TypeError, ValueError, RuntimeError) as error:
         raise DamagedCheckpointError(
             path=path, reason=f"a placeholder in its index describes no tensor ({error})", record="safeckpt.pt"
