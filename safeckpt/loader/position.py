@@ -77,6 +77,9 @@ class Position:
         # Where passes outside of any body began to move the position, though no step had ended in them.
         self._before_looks: tuple[int, int, Snapshot] | None = None
         self._batches_before = 0  # since the last step, in passes that are over
+        self._has_stepped = False  # in this process
+        # The iterator that had handed out batches of no step when the position was restored: they are of another place.
+        self._stale: weakref.ref[Iteration] | None = None
         self._first_step: tuple[Pass, int, int] | None = None
         self._last_step: int | None = None
         self._idle_steps = 0
@@ -117,6 +120,8 @@ class Position:
 
     def set(self, epoch: int, batch: int, snapshot: Snapshot) -> None:
         """Go to a position: the next iteration, or the one in progress, goes on from there."""
+        taken = self._pass is not None and self._pass.count > 0 and self._is_alive()
+        self._stale = self._iteration if taken and self.expects_steps and not self._has_stepped else None
         self._move(epoch, batch, snapshot)
         self._was_set = True
         self.restores += 1
@@ -127,6 +132,10 @@ class Position:
         self._batches_before = 0
         self._first_step = None
         self._last_step = None
+
+    def go_on_in_the_loop(self) -> None:
+        """Note that the position was set within a step, by a rollback: the batch at hand is thrown away there."""
+        self._stale = None
 
     def between(self) -> Snapshot:
         """Return what an epoch that began now would begin from."""
@@ -169,13 +178,30 @@ class Position:
                         f"the position was set back within the loop, and up to {self._ahead} batches from before are "
                         "still in the iterator that fetches ahead: leave the loop and iterate the loader again"
                     )
+                self._refuse_stale(iteration)
             progress, snapshot = self._begun()
         if not progress.is_look:
             self._pass, self._iteration = progress, weakref.ref(iteration)
             self._was_set = self._cut = False
+            self._stale = None
         self.running, self._running_iteration = progress, weakref.ref(iteration)
         batches = self._source.begin(self.seed, progress.epoch, progress.next_number, snapshot, self.left_out)
         return progress, batches
+
+    def _refuse_stale(self, iteration: Iteration | None) -> None:
+        """Refuse to go on with batches that were taken before the position was restored, as a trainer that looks ahead.
+
+        Raises:
+            RuntimeError: An iterator has them, this one if one is given.
+        """
+        stale = None if self._stale is None else self._stale()
+        if stale is not None and iteration in {None, stale}:
+            raise RuntimeError(
+                f"a batch of {self._name} was taken before its position was restored, and the loop goes on with it or "
+                "behind it: it is not the batch that comes at the restored position. Nothing was saved. Restore "
+                "before the first batch is taken, or call iter(loader) again after the restore and throw away what "
+                "was taken"
+            )
 
     def _refuse_two(self, iteration: Iteration, *, mine: bool) -> None:
         running = None if self._running_iteration is None else self._running_iteration()
@@ -347,6 +373,8 @@ class Position:
             if step in {0, self._last_step}:
                 return
             self._last_step = step
+        self._refuse_stale(None)
+        self._has_stepped = True
         progress = self._pass
         if progress is None or not (progress.since_step or (progress.finished and progress.fetched_ahead)):
             self._end_step_without_batch()
@@ -379,7 +407,8 @@ class Position:
             raise RuntimeError(
                 f"a step has ended in a second pass over epoch {look.epoch} of this ResumableLoader, which has one "
                 "position only. To train on the data several times, let each pass be an epoch: "
-                "for epoch in loader.epochs(passes * n): for batch in loader: ..."
+                "for epoch in loader.epochs(passes * n): for batch in loader: ... Where batches are counted and the "
+                "iterator is never read to its end, call loader.end_epoch() before the next iter(loader)"
             )
         self._idle_steps += 1
         if self._idle_steps == _STEPS_WITHOUT_A_BATCH:

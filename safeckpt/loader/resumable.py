@@ -163,8 +163,10 @@ class ResumableLoader:
     def end_epoch(self) -> None:
         """End this epoch where it is: the position is the beginning of the next one.
 
-        For a loop that was left by `break` when the epoch is over all the same. Until the next epoch begins, a saved
-        position is that of the last step, and a resumed run goes on there.
+        For a loop that was left by `break` when the epoch is over all the same, and for a trainer that counts batches
+        (`next` as many times as `len(loader)`) and never reads the iterator to its end. Where every batch was trained,
+        the next `iter(loader)` begins the next epoch without this call, once the iterator is dropped. But until then a
+        saved position is that of the last step: a resumed run goes on there, in an empty rest of this epoch.
         """
         self._position.end_epoch()
 
@@ -288,6 +290,9 @@ class ResumableLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a saved position: the next iteration, or the one in progress, goes on from there.
 
+        An iterator that exists already and has handed out nothing begins there. Where steps are counted and none has
+        ended, one that has handed out batches is an error when it is used again: they are of another position.
+
         The state of a sampler's own generator is set when that iteration goes on, not here.
 
         Raises:
@@ -350,6 +355,8 @@ class ResumableLoader:
     def leave_out(self, positions: Iterable[tuple[int, int]]) -> None:
         """Do not hand out these batches, given as (epoch, number). Kept in the state; `load_state_dict` replaces them.
 
-        Indices are not fetched, except when a worker has them already; an iterable dataset has to draw them.
+        Indices are not fetched, except when a worker has them already; an iterable dataset has to draw them. A rollback
+        calls this also with none: the step at hand is given up, and its loop goes on at the restored position.
         """
+        self._position.go_on_in_the_loop()
         self._position.left_out.update((int(epoch), int(number)) for epoch, number in positions)

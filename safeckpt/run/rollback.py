@@ -82,7 +82,7 @@ class Rollback:
             "rolled_back",
             failed_step=failing.step,
             why=failing.why,
-            left_out=left_out,
+            left_out={name: positions for name, positions in left_out.items() if positions},
             changed=changed,
             source=restored.source,
         )
@@ -123,11 +123,10 @@ class Rollback:
         refusal = self._run.timeline.refusal
         last = self._steps.batches_handed_out(None if refusal is None else refusal.step)
         # What was left out before stays out: the checkpoint may be older than that decision.
-        left_out = {
+        return {
             name: sorted({*getattr(loader, "left_out", ()), *_last_batches(loader, count, last.get(name, ()))})
             for name, loader in loaders.items()
         }
-        return {name: positions for name, positions in left_out.items() if positions}
 
 
 def _last_batches(loader: Any, count: int, up_to: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
