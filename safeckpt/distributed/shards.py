@@ -304,6 +304,7 @@ def write_shards(
     write_inside: Callable[..., Any],
     plans: PlanCache,
     *,
+    finite: Mapping[str, str] | None = None,
     drifted: bool = False,
 ) -> list[ShardFile]:
     """Write the tensors of all ranks into a directory, and return what this rank has written.
@@ -316,8 +317,13 @@ def write_shards(
         group: The ranks.
         write_inside: Writes a file into it durably, see `CheckpointDirectory.write_inside`.
         plans: What was planned for the save before.
+        finite: Key to name, for the tensors that the guard has found finite. They are looked at once more in what is
+            written.
         drifted: Whether copies of a part differ: then all are taken from the lowest rank that has them, since a state
             put together from several copies is nobody's. Otherwise the ranks share the work.
+
+    Raises:
+        NonFiniteError: One of `finite` on this rank holds NaN or Inf by now.
 
     Cost:
         Bytes of this rank's shards: one pass for digest and write, and one fsync.
@@ -325,7 +331,7 @@ def write_shards(
     from safeckpt.distributed.storage import CachingPlanner, ShardWriter  # noqa: PLC0415 - large, and only for shards
 
     plans.use_for(group.process_group, drifted=drifted)
-    writer = ShardWriter(place, write_inside, plans)
+    writer = ShardWriter(place, write_inside, plans, finite)
     planner = CachingPlanner(plans, drifted=drifted)
     try:
         failures = _run("save", shards, group, storage_writer=writer, planner=planner)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -48,6 +48,7 @@ from safeckpt.errors import DamagedCheckpointError
 from safeckpt.file import (
     METADATA,
     Part,
+    PreparedFile,
     ShardFile,
     encode,
     open_file,
@@ -79,13 +80,17 @@ class ShardWriter(FileSystemWriter):
         place: The directory.
         write_inside: Writes a file into it durably.
         plans: What was planned and written the time before.
+        finite: Key to name, for the tensors that the guard has found finite.
 
     Attributes:
         written: The files that this rank has written.
     """
 
-    def __init__(self, place: Path, write_inside: WriteInside, plans: PlanCache) -> None:
+    def __init__(
+        self, place: Path, write_inside: WriteInside, plans: PlanCache, finite: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(place)
+        self._finite = finite or {}
         self._place = place
         self._write_inside = write_inside
         self._plans = plans
@@ -96,11 +101,15 @@ class ShardWriter(FileSystemWriter):
         return plan
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the parts of a plan; a rank that has none writes no file."""
+        """Write the parts of a plan; a rank that has none writes no file.
+
+        Raises:
+            NonFiniteError: A tensor that was finite when the save began holds NaN or Inf by now.
+        """
         prefix: _StoragePrefix = plan.storage_data
         name = f"{prefix.prefix}0.distcp"
         # Laid out before anything is written, so that a full disk can be told how much was needed.
-        parts = [prepare(encode(_tensor_of(planner, item)), trailer=False) for item in plan.items]
+        parts = [self._prepare(_tensor_of(planner, item), item.index.fqn) for item in plan.items]
         results = []
         if parts:
             size_bytes = sum(part.size_bytes for part in parts)
@@ -118,6 +127,10 @@ class ShardWriter(FileSystemWriter):
         future: Future[list[WriteResult]] = Future()
         future.set_result(news)
         return future
+
+    def _prepare(self, tensor: torch.Tensor, key: str) -> PreparedFile:
+        finite = [(self._finite[key], tensor)] if key in self._finite else []
+        return prepare(encode(tensor), trailer=False, finite=finite)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the engine's metadata; on the coordinating rank, when all have written.

@@ -186,6 +186,7 @@ class Saver:
             self._progress,
             self._plans,
             rules=self._pruning.rules,
+            refuse=self._capturer.refuse_written,
             copies_differ=bool(summary.drifted),
         )
         if self._staging is None:
@@ -368,8 +369,10 @@ class Saver:
                             raise
                         late = error
                 section.answer = _Written(written, late is not None)
-        except BaseException:
+        except BaseException as error:
             writer.discard()
+            if isinstance(error, NonFiniteError):
+                self.note_refusal(error)
             raise
         written = dataclasses.replace(section.result.checkpoint, path=writer.checkpoint.path)
         if not group.is_rank_zero:
@@ -388,9 +391,7 @@ class Saver:
             with run.replay.committing(checkpoint.step):
                 writer.commit()
             self._record(checkpoint)
-        except NonFiniteError as error:
-            raise self._capturer.refuse_written(checkpoint.step, error) from error
-        except StepExistsError:
+        except (NonFiniteError, StepExistsError):
             raise
         except BaseException:
             if os.path.lexists(checkpoint.path):  # interrupted after the rename, or not known to be durable: saved

@@ -6,13 +6,15 @@ done by all ranks, `prepare` and `commit` by rank 0, `discard` by every rank tha
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from safeckpt.distributed import Group, PlanCache, first_answer, local_parts, replace_local_parts, write_shards
+from safeckpt.errors import NonFiniteError
 from safeckpt.file import INDEX, PreparedFile, ShardFile, open_file, prepare
 from safeckpt.run.capturing import Draft
 from safeckpt.run.catalog import Checkpoint
@@ -21,6 +23,8 @@ from safeckpt.state import RESERVED_KEY, Component, Staging, guard_from_record, 
 from safeckpt.system.threads import Progress
 
 __all__ = ["FileWriter", "MemoryCopy", "ShardedWriter", "Writer", "rewrite_header", "writer_of"]
+
+Refuse: TypeAlias = Callable[[int, NonFiniteError], NonFiniteError]  # step, error -> the error to raise
 
 
 class MemoryCopy(NamedTuple):
@@ -63,6 +67,7 @@ def writer_of(
     plans: PlanCache,
     *,
     rules: Mapping[str, Any],
+    refuse: Refuse,
     copies_differ: bool,
 ) -> Writer:
     """Return the writer of a draft.
@@ -74,11 +79,12 @@ def writer_of(
         progress: Told how much of a file is written.
         plans: What was planned for the save before, of shards.
         rules: What is kept in the directory, for the header.
+        refuse: Notes NaN or Inf that came into the state after the guard, and returns the error to raise.
         copies_differ: Whether ranks that ought to hold equal copies do not.
     """
     if draft.is_sharded:
-        return ShardedWriter(draft, directory, rules, plans, copies_differ=copies_differ)
-    return FileWriter(draft, directory, rules, components, progress)
+        return ShardedWriter(draft, directory, rules, components, plans, refuse=refuse, copies_differ=copies_differ)
+    return FileWriter(draft, directory, rules, components, progress, refuse=refuse)
 
 
 class FileWriter:
@@ -91,6 +97,8 @@ class FileWriter:
         rules: Mapping[str, Any],
         components: Mapping[str, Component],
         progress: Progress | None,
+        *,
+        refuse: Refuse,
     ) -> None:
         self.checkpoint = draft.checkpoint
         self._payload = draft.payload
@@ -99,6 +107,7 @@ class FileWriter:
         self._files = directory.files
         self._rules = rules
         self._progress = progress
+        self._refuse = refuse
         self._prepared: PreparedFile | None = None
 
     def stage(self, staging: Staging, *, is_rank_zero: bool) -> dict[str, Any] | None:
@@ -125,12 +134,13 @@ class FileWriter:
         """See `Writer`."""
         prepared = self._prepared
         assert prepared is not None
-        self._files.commit_step(
-            self.checkpoint.step,
-            lambda f: prepared.write(f, self._progress),
-            check=prepared.check,
-            size_bytes=prepared.size_bytes,
-        )
+        with _refusing(self._refuse, self.checkpoint.step):
+            self._files.commit_step(
+                self.checkpoint.step,
+                lambda f: prepared.write(f, self._progress),
+                check=prepared.check,
+                size_bytes=prepared.size_bytes,
+            )
 
     def discard(self) -> None:
         """See `Writer`: the commit removes its own temporary file."""
@@ -140,10 +150,21 @@ class ShardedWriter:
     """Writes every rank's shards into a directory, then an index that says what belongs to it."""
 
     def __init__(
-        self, draft: Draft, directory: RunDirectory, rules: Mapping[str, Any], plans: PlanCache, *, copies_differ: bool
+        self,
+        draft: Draft,
+        directory: RunDirectory,
+        rules: Mapping[str, Any],
+        components: Mapping[str, Component],
+        plans: PlanCache,
+        *,
+        refuse: Refuse,
+        copies_differ: bool,
     ) -> None:
         self.checkpoint = draft.checkpoint
         self._rules = rules
+        self._components = components
+        self._refuse = refuse
+        self._finite = _guarded_shards(draft, components)
         self._plans = plans
         self._copies_differ = copies_differ
         self._payload = draft.payload
@@ -172,9 +193,18 @@ class ShardedWriter:
         # By itself: a rank that does not see the directory must not leave the others in a collective of the engine.
         with group.section(f"{what}: looking for its directory"):
             self._directory.wait_for(place)
-        with group.section(f"{what}: writing shards", _all_files) as shards:
+        with (
+            group.section(f"{what}: writing shards", _all_files) as shards,
+            _refusing(self._refuse, self.checkpoint.step),
+        ):
             shards.answer = write_shards(
-                self._shards, place, group, files.write_inside, self._plans, drifted=self._copies_differ
+                self._shards,
+                place,
+                group,
+                files.write_inside,
+                self._plans,
+                finite=self._finite,
+                drifted=self._copies_differ,
             )
         self._written = shards.result
 
@@ -189,10 +219,11 @@ class ShardedWriter:
                 raise OSError(
                     errno.EIO, f"{name} has {found} bytes here, {length} were written", str(self._temp / name)
                 )
-        payload = {**self._payload}
-        payload[RESERVED_KEY] = {**payload[RESERVED_KEY], "files": [list(shard) for shard in self._written]}
+        payload = {**to_cpu(self._payload)}
+        own = payload[RESERVED_KEY] = {**payload[RESERVED_KEY], "files": [list(shard) for shard in self._written]}
         header = self.checkpoint.header(guard=self._guard, **self._rules, shards=len(self._written), shards_bytes=size)
-        self._index = prepare(to_cpu(payload), header=header)
+        finite = guarded_in(payload, own, self._components, guard_from_record(self._guard))
+        self._index = prepare(payload, header=header, finite=finite)
         return dataclasses.replace(self.checkpoint, size_bytes=size + self._index.size_bytes)
 
     def commit(self) -> None:
@@ -200,7 +231,8 @@ class ShardedWriter:
         index = self._index
         assert self._temp is not None
         assert index is not None
-        self._directory.files.write_inside(self._temp / INDEX, index.write, size_bytes=index.size_bytes)
+        with _refusing(self._refuse, self.checkpoint.step):
+            self._directory.files.write_inside(self._temp / INDEX, index.write, size_bytes=index.size_bytes)
         self._directory.files.commit_folder(self.checkpoint.step, self._temp)
 
     def discard(self) -> None:
@@ -218,6 +250,23 @@ def rewrite_header(checkpoint: Checkpoint, directory: RunDirectory) -> None:
         directory.files.rewrite_step(
             checkpoint.step, path, prepared.write, check=prepared.check, size_bytes=prepared.size_bytes
         )
+
+
+@contextlib.contextmanager
+def _refusing(refuse: Refuse, step: int) -> Iterator[None]:
+    """Have NaN or Inf that is found in what is written refused as the guard refuses it."""
+    try:
+        yield
+    except NonFiniteError as error:
+        raise refuse(step, error) from error
+
+
+def _guarded_shards(draft: Draft, components: Mapping[str, Component]) -> dict[str, str]:
+    """Return key to name, for the tensors of a draft that the guard has found finite."""
+    captured = draft.captured
+    guarded = guarded_in(captured, captured[RESERVED_KEY], components, guard_from_record(draft.guard))
+    names = {id(tensor): name for name, tensor in guarded}
+    return {key: names[id(tensor)] for key, tensor in draft.shards.items() if id(tensor) in names}
 
 
 def _all_files(answers: list[list[ShardFile]]) -> list[ShardFile]:

@@ -65,7 +65,7 @@ def _guarded(parts: Iterable[tuple[Component, Captured]], guard: Guard) -> Itera
 def guarded_in(
     payload: Mapping[str, Any], own: Mapping[str, Any], components: Mapping[str, Component], guard: Guard
 ) -> list[tuple[str, torch.Tensor]]:
-    """Return (name, tensor) of what has to be finite in a whole payload, as it is about to be written.
+    """Return (name, tensor) of what has to be finite in a payload, as it is about to be written.
 
     Args:
         payload: The state of each component, by name.
@@ -78,7 +78,8 @@ def guarded_in(
     # Under a gradient scaler gradients may overflow, see `Gradients.check`.
     if not any(component.kind == "scaler" and component.obj.is_enabled() for component in components.values()):
         allowed = matcher(tuple(guard.allow_nonfinite))
-        gradients = ((f"{name}.grad", gradient) for name, gradient in own["gradients"].items())
+        held = own["gradients"].items()
+        gradients = ((f"{name}.grad", one) for name, one in held if isinstance(one, torch.Tensor))  # no place holder
         found += [entry for entry in gradients if allowed is None or not allowed(entry[0])]
     return found
 

@@ -13,11 +13,13 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 
 import safeckpt
+from safeckpt.store import disk
 from tests.distributed import groups
 from tests.distributed.training import Kind, Run, manager_of
 from tests.faults import Fault, Interrupt, intercept
@@ -106,6 +108,36 @@ def nan_tensor_on_one_rank(path: Path, kind: Kind) -> Any:
         found = outcome(lambda: manager.save(4))
         weight.copy_(before)
         return found, outcome(lambda: manager.save(5)), latest(path)
+
+
+@scenario
+def nan_between_guard_and_write(path: Path, kind: Kind) -> Any:
+    """What arrives when the guard has looked: in a shard of rank 1, and in what rank 0 writes into the index."""
+    run = Run(kind)
+    real = disk.create
+    with manager_of(run, path) as manager:
+        run.train(manager, 2)
+        manager.save(3)
+        weight = next(iter(run.model.parameters()))
+        targets = {
+            4: (1, local(run.optimizer.state[weight]["exp_avg"])),
+            5: (0, local(run.optimizer.state[weight]["step"]).reshape(1)),
+        }
+        found = {}
+        for step, (where, tensor) in targets.items():
+            before = tensor.clone()
+
+            def poisoned(target: Path, where: int = where, tensor: torch.Tensor = tensor) -> Any:
+                if rank() == where:
+                    tensor.view(-1)[-1] = float("nan")
+                return real(target)
+
+            with mock.patch.object(disk, "create", poisoned):
+                found[step] = outcome(functools.partial(manager.save, step))
+            tensor.copy_(before)
+        torch.distributed.barrier()
+        left = sorted(one.name for one in path.iterdir() if one.name.endswith(".tmp"))
+        return found[4], found[5], left, outcome(lambda: manager.save(6)), latest(path)
 
 
 @scenario

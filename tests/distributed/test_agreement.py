@@ -24,7 +24,7 @@ ONLY: dict[Kind, tuple[str, ...]] = {
         "rename_that_is_seen_late",
         "different_calls",
     ),
-    "fsdp": ("disk_full_on_rank_1",),
+    "fsdp": ("disk_full_on_rank_1", "nan_between_guard_and_write"),
 }
 
 
@@ -83,6 +83,18 @@ def test_nan_in_a_tensor_of_one_rank_is_refused_by_all(seen: list[dict[str, Any]
         assert found["tensors"] == ["model.embed.weight"]
         assert again["error"] is None
         assert newest == 5
+
+
+def test_nan_between_guard_and_write_is_refused_by_all(seen: list[dict[str, Any]]) -> None:
+    """Whichever rank writes it, nothing is committed, what was written is removed, and the next save works."""
+    for shard, index, left, again, newest in of(seen, "nan_between_guard_and_write"):
+        assert (shard["error"], shard["rank"], shard["step"]) == ("NonFiniteError", 1, 4)
+        assert shard["tensors"] == ["optimizer.model.embed.weight.exp_avg"]
+        assert (index["error"], index["rank"], index["step"]) == ("NonFiniteError", 0, 5)
+        assert index["tensors"] == ["optimizer.model.embed.weight.step"]
+        assert left == []
+        assert again["error"] is None
+        assert newest == 6
 
 
 def test_nan_loss_on_one_rank_between_saves_is_refused_by_all_when_they_meet(seen: list[dict[str, Any]]) -> None:
