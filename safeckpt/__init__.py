@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from safeckpt.run.catalog import Checkpoint, latest
     from safeckpt.run.replay import ReplayReport
     from safeckpt.state import Guard, check_gradients, find_nonfinite
+    from safeckpt.state.wrappers import register_wrapper
     from safeckpt.store import Best
 else:
     # Imported when first used: the command line lists and verifies checkpoints without torch, which takes seconds to
@@ -37,6 +38,7 @@ else:
         "latest": "safeckpt.run.catalog",
         "load": "safeckpt.functional",
         "prove_resume": "safeckpt.proof",
+        "register_wrapper": "safeckpt.state.wrappers",
         "save": "safeckpt.functional",
         "verify": "safeckpt.functional",
     }
@@ -64,6 +66,7 @@ __all__ = [
     "latest",
     "load",
     "prove_resume",
+    "register_wrapper",
     "save",
     "verify",
 ]

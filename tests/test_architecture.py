@@ -158,7 +158,7 @@ def test_public_names_are_pinned():
     contract = {
         "Best", "Checkpoint", "CheckpointManager", "FileReport", "Guard", "NonFiniteTensor", "Ranks", "ResumableLoader",
         "ReplayReport", "ResumeReport", "check_gradients", "export", "find_nonfinite", "latest", "load",
-        "prove_resume", "save", "verify",
+        "prove_resume", "register_wrapper", "save", "verify",
         "SafeckptError", "SaveError", "NonFiniteError", "UnsavableStateError", "StepExistsError", "DirectoryInUseError",
         "LoadError", "CheckpointNotFoundError", "DamagedCheckpointError", "FormatVersionError", "UntrustedTypeError",
         "NoGoodCheckpointError", "RestoreError", "ComponentMismatchError", "StateMismatchError", "RollbackError",

@@ -22,6 +22,7 @@ from safeckpt.state.optimizer import OptimizerComponent
 from safeckpt.state.random_streams import GeneratorComponent, RngStreams
 from safeckpt.state.scheduler import SchedulerComponent
 from safeckpt.state.stateful import CountersComponent, LoaderComponent, ScalerComponent, StatefulComponent
+from safeckpt.state.wrappers import unwrapped
 
 __all__ = ["RESERVED_NAMES", "inner_parts", "register", "uncaptured"]
 
@@ -51,6 +52,7 @@ def register(components: Mapping[str, Any]) -> dict[str, Component]:
         )
     if not components:
         raise ValueError("components is empty: there would be nothing to save. Give at least {'model': model}.")
+    components = unwrapped(components)
     _check_names(components)
     registered: dict[str, Component] = {}
     driven = {id(inner) for obj in components.values() if not isinstance(obj, Optimizer) for inner in inner_parts(obj)}
@@ -195,6 +197,7 @@ def uncaptured(components: Mapping[str, Any]) -> list[str]:
     that are saved nowhere. Optimizers that are not registered are found when they step, see `StrayOptimizers`.
     """
     registered = register(components)
+    components = unwrapped(components)
     optimizers = {name: obj for name, obj in components.items() if isinstance(obj, Optimizer)}
     owned = {id(p) for component in registered.values() for p in component.parameter_names().values()}
     found: list[str] = []
