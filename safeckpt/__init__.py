@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from safeckpt.loader import ResumableLoader
     from safeckpt.manager import CheckpointManager
     from safeckpt.proof import ResumeReport, prove_resume
+    from safeckpt.remote import Mirror
     from safeckpt.run.catalog import Checkpoint, latest
     from safeckpt.run.replay import ReplayReport
     from safeckpt.state import Guard, check_gradients, find_nonfinite
@@ -28,6 +29,7 @@ else:
         "CheckpointManager": "safeckpt.manager",
         "FileReport": "safeckpt.file",
         "Guard": "safeckpt.state",
+        "Mirror": "safeckpt.remote",
         "Ranks": "safeckpt.distributed",
         "ReplayReport": "safeckpt.run.replay",
         "ResumableLoader": "safeckpt.loader",
@@ -56,6 +58,7 @@ __all__ = [
     "CheckpointManager",
     "FileReport",
     "Guard",
+    "Mirror",
     "Ranks",
     "ReplayReport",
     "ResumableLoader",

@@ -21,6 +21,11 @@
     |- RollbackError
     |  `- RollbackLoopError                                 .step .attempts
     |- DirectoryLockedError         (+ TimeoutError)         .pid .host
+    |- MirrorError                                          .url; every checkpoint in the directory is untouched
+    |  |- MirrorUnreachableError    (+ ConnectionError)      .reason
+    |  |- MirrorTakenError          (+ RuntimeError)         .epoch .pid .host
+    |  |- MirrorUnsafeError         (+ RuntimeError)
+    |  `- MirrorBehindError         (+ TimeoutError)         .saved_step .durable_step
     |- ReplayMismatchError          (+ ArithmeticError)      .step .recorded .recomputed .changed
     |- ProofError                   (+ RuntimeError)         .run .exit_code
     |- GroupError                                           the processes of a group could not act together
@@ -70,6 +75,11 @@ __all__ = [
     "GroupError",
     "HyperparameterReplacedWarning",
     "LoadError",
+    "MirrorBehindError",
+    "MirrorError",
+    "MirrorTakenError",
+    "MirrorUnreachableError",
+    "MirrorUnsafeError",
     "NoGoodCheckpointError",
     "NonFiniteError",
     "NonFiniteTensor",
@@ -551,6 +561,101 @@ class DirectoryLockedError(SafeckptError, TimeoutError):
         self.errno = errno.ETIMEDOUT
         self.pid = pid
         self.host = host
+
+
+class MirrorError(SafeckptError):
+    """A copy of the checkpoints in an object store could not be made, kept or used.
+
+    Attributes:
+        url: The prefix in the store, without anything secret.
+    """
+
+    def __init__(self, happened: str, safe: str, next_step: str, *, url: str) -> None:
+        super().__init__(happened, safe, next_step, path=url)
+        self.url = url
+
+
+class MirrorUnreachableError(MirrorError, ConnectionError):
+    """The store did not answer, or refused.
+
+    Attributes:
+        reason: What it or the way to it said.
+    """
+
+    def __init__(self, *, url: str, what: str, reason: str, safe: str = "every checkpoint in the directory.") -> None:
+        super().__init__(
+            f"{url} failed at {what.strip()}: {reason}",
+            safe,
+            "look at the network, the credentials and the name of the bucket; the page on object stores has a list.",
+            url=url,
+        )
+        self.errno = errno.EHOSTUNREACH
+        self.reason = reason
+
+
+class MirrorTakenError(MirrorError, RuntimeError):
+    """Another writer has claimed the prefix.
+
+    Attributes:
+        epoch: The number of its claim.
+        pid: Its process id, None when unknown.
+        host: Its host, None when unknown.
+    """
+
+    def __init__(
+        self, *, url: str, epoch: int, host: str | None = None, pid: int | None = None, since: str | None = None,
+        lost: bool = False,
+    ) -> None:  # fmt: skip
+        when = "" if since is None else f", since {since}"
+        who = "" if pid is None else f" (pid {pid} on {host}{when})"
+        super().__init__(
+            f"{url} was taken over from this run by another one{who}: what this one uploads no longer counts."
+            if lost
+            else f"{url} was written to by another run last{who}, and not by one in this directory.",
+            "every checkpoint in the directory, and in the store those of the other run.",
+            "stop this job; the other one goes on. If it should be this one, stop the other and start again with "
+            "mirror=Mirror(url, take_over=True)."
+            if lost
+            else "if that run has stopped and this is the same one, start with mirror=Mirror(url, take_over=True) "
+            "once; else give this run a prefix of its own.",
+            url=url,
+        )
+        self.epoch = epoch
+        self.pid = pid
+        self.host = host
+
+
+class MirrorUnsafeError(MirrorError, RuntimeError):
+    """The store lets two writers create the same object, so that it cannot keep them apart."""
+
+    def __init__(self, *, url: str) -> None:
+        super().__init__(
+            f"{url} does not honour conditional writes (If-None-Match): two jobs could write to it at once.",
+            "nothing was uploaded, and every checkpoint in the directory is untouched.",
+            "use a store that honours them, or pass mirror=Mirror(url, lock=False) if only one job can write.",
+            url=url,
+        )
+
+
+class MirrorBehindError(MirrorError, TimeoutError):
+    """The newest checkpoint is not in the store yet.
+
+    Attributes:
+        saved_step: The newest step in the directory.
+        durable_step: The newest one in the store, None when there is none.
+    """
+
+    def __init__(self, *, url: str, saved_step: int, durable_step: int | None, why: str) -> None:
+        kept = "no checkpoint" if durable_step is None else f"step {durable_step}"
+        super().__init__(
+            f"Step {saved_step} is not in {url}, which has {kept}: {why}.",
+            f"step {saved_step} and those before it, in the directory of this machine.",
+            "repair the way to the store and start the script again, here: it uploads what is missing.",
+            url=url,
+        )
+        self.errno = errno.ETIMEDOUT
+        self.saved_step = saved_step
+        self.durable_step = durable_step
 
 
 class ReplayMismatchError(SafeckptError, ArithmeticError):

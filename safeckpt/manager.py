@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime as dt
 import functools
 import os
@@ -13,6 +14,7 @@ from typing import Any, Self
 
 from safeckpt.distributed import Ranks
 from safeckpt.errors import UncapturedStateWarning
+from safeckpt.remote import Mirror
 from safeckpt.run import (
     Capturer,
     Membership,
@@ -30,6 +32,7 @@ from safeckpt.run import (
 )
 from safeckpt.run.arguments import checked_names, checked_notes, checked_step
 from safeckpt.run.catalog import Catalog, Checkpoint
+from safeckpt.run.mirroring import RunMirror, mirror_of
 from safeckpt.run.pruning import Pruning
 from safeckpt.run.saved_hook import SavedHook
 from safeckpt.run.schedule import SaveSchedule
@@ -73,8 +76,9 @@ class CheckpointManager:
         lock_timeout_seconds: How long to wait for another writer of the directory.
         ranks: With an initialised process group: how to wait for the other processes and what they compare.
         progress: Called as `progress(what, done_bytes, total_bytes)` every few megabytes while a checkpoint is written
-            (`"save"`; with `async_save` in the writing thread) and while it is checked before it is restored
-            (`"verify"`). What it raises stops the save or restore as any other error does.
+            (`"save"`; with `async_save` in the writing thread), while it is fetched from a mirror (`"fetch"`) and
+            while it is checked before it is restored (`"verify"`). What it raises stops the save or restore as any
+            other error does.
         save_on_exit: Whether leaving the `with` block without an error saves the last step that ended, when it is not
             saved yet. One that `end_step(save=False)` owes is saved in any case.
         notes: Plain values that are kept with each checkpoint and never restored, such as `vars(args)`. `safeckpt show`
@@ -82,6 +86,8 @@ class CheckpointManager:
         on_saved: Called as `on_saved(checkpoint)` after each commit, in the order of the commits: to log it elsewhere,
             to copy it, to point a link at it. It is called in a thread of its own, in a process group on rank 0, and
             `close` waits for it. What it raises is a warning.
+        mirror: A prefix in an object store, such as `"s3://bucket/runs/x"`, or a `Mirror`: checkpoints are copied there
+            behind training, and `restore` takes the newer of what is here and there. Needs `safeckpt[cloud]`.
 
     Raises:
         TypeError: An argument or a component is of a kind that is not accepted; the text names those that are.
@@ -121,6 +127,7 @@ class CheckpointManager:
         save_on_exit: bool = True,
         notes: Mapping[str, Any] | None = None,
         on_saved: Callable[[Checkpoint], object] | None = None,
+        mirror: str | Mirror | None = None,
     ) -> None:
         _check_options(
             guard=guard,
@@ -146,6 +153,17 @@ class CheckpointManager:
         catalog = Catalog(files, None if progress is None else functools.partial(progress, "verify"))
         run_directory = RunDirectory(catalog, lock, timeline, membership)
         self._pruning = pruning = Pruning(catalog, keep_last, keep_best, keep_every)
+        self._hook = None if on_saved is None else SavedHook(on_saved)
+        if (wanted := mirror_of(mirror)) is not None:
+            settings["mirror"] = dataclasses.replace(wanted, options={}, client_options={})  # what may be secret stays
+            run_directory.mirror = RunMirror(
+                wanted,
+                files,
+                lock,
+                policies=pruning.policies_for,
+                event=run_directory.add_event,
+                progress=None if progress is None else functools.partial(progress, "fetch"),
+            )
         registered = register(components)
         settings["components"] = {name: component.kind for name, component in registered.items()}
         replay = Replay(files.losses, on_replay_mismatch, run_directory.add_event, lambda: lock.held)
@@ -153,7 +171,6 @@ class CheckpointManager:
             warn_caller(f"Not captured: {line}.", UncapturedStateWarning)
         self._signals = StopSignals(stop_signals)
         self._save_on_exit = save_on_exit
-        self._hook = None if on_saved is None else SavedHook(on_saved)
         self._mutex = threading.RLock()  # threads that call one manager take turns
         self._run = run = Run(registered, timeline, run_directory, membership, replay, settings["notes"])
         # Last: a manager that was refused leaves no hook on an optimizer behind.
@@ -180,6 +197,11 @@ class CheckpointManager:
     def replay(self) -> ReplayReport | None:
         """How the losses since the last restore compare with those on record; None when nothing was restored."""
         return self._run.replay.report
+
+    @property
+    def mirror(self) -> RunMirror | None:
+        """The copy in a store: `mirror.durable_step`, `mirror.wait()`; None without one."""
+        return self._run.directory.mirror
 
     @property
     def stop_requested(self) -> bool:
@@ -220,6 +242,8 @@ class CheckpointManager:
     def _close(self) -> None:
         with contextlib.ExitStack() as closing:  # each of them, whatever another one raises
             closing.callback(self._run.close)
+            if self.mirror is not None:
+                closing.callback(self.mirror.close, stopped=self._signals.requested)
             if self._hook is not None:
                 closing.callback(self._hook.close)
             closing.callback(self._steps.close)

@@ -21,6 +21,7 @@ LAYERS = [
     {"manager"},
     {"run"},
     {"functional", "exporting"},
+    {"remote"},
     {"loader", "distributed"},
     {"file", "state", "store"},
     {"system", "errors"},
@@ -156,7 +157,8 @@ def test_public_names_are_pinned():
     assert safeckpt.__all__ == sorted(safeckpt.__all__)
     assert all(hasattr(safeckpt, name) for name in safeckpt.__all__)
     contract = {
-        "Best", "Checkpoint", "CheckpointManager", "FileReport", "Guard", "NonFiniteTensor", "Ranks", "ResumableLoader",
+        "Best", "Checkpoint", "CheckpointManager", "FileReport", "Guard", "Mirror", "NonFiniteTensor", "Ranks",
+        "ResumableLoader",
         "ReplayReport", "ResumeReport", "check_gradients", "export", "find_nonfinite", "latest", "load",
         "prove_resume", "register_wrapper", "save", "verify",
         "SafeckptError", "SaveError", "NonFiniteError", "UnsavableStateError", "StepExistsError", "DirectoryInUseError",
@@ -168,6 +170,7 @@ def test_public_names_are_pinned():
         "GroupError", "RankLostError", "RankFailedError", "DirectoryNotSharedError", "ReplicaDriftError",
         "RanksDisagreeError", "GroupDestroyedError",
         "ReplicaDriftWarning", "ComponentChangedWarning",
+        "MirrorError", "MirrorUnreachableError", "MirrorTakenError", "MirrorUnsafeError", "MirrorBehindError",
     }  # fmt: skip
     assert set(safeckpt.__all__) == contract
 
@@ -182,6 +185,7 @@ def test_run_time_needs_three_packages():
     allowed = {"torch", "numpy", "filelock", "safeckpt"}
     trainers = {"lightning", "transformers", "accelerate", "ignite"}
     extras = {"cli": {"click", "rich"}, "proof": {"matplotlib"}, "integrations": trainers}
+    extras["remote"] = {"obstore", "fsspec", "boto3", "botocore"}
     stdlib = set(importlib.import_module("sys").stdlib_module_names)
     for path in MODULES:
         tops = {top for top, _ in imports_of(path)} - stdlib - allowed - {"__future__"}

@@ -10,7 +10,7 @@ import stat
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from safeckpt.errors import (
@@ -399,7 +399,7 @@ def reason_of(error: LoadError) -> str:
     return str(getattr(error, "reason", None) or str(error).partition("\n")[0])
 
 
-def warn_skipped(path: Path, reason: str) -> None:
+def warn_skipped(path: PurePath, reason: str) -> None:
     """Warn that a file was passed over."""
     warn_caller(f"{path} was passed over: {reason}.", SkippedCheckpointWarning)
 

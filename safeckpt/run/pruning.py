@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import datetime as dt
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from safeckpt.errors import LoadError, SafeckptWarning
-from safeckpt.run.catalog import Catalog, score
+from safeckpt.run.catalog import Catalog, Checkpoint, score
 from safeckpt.store import (
     Best,
     KeepBest,
@@ -32,6 +32,17 @@ def _bests(keep_best: Any) -> list[Best]:
     if not isinstance(keep_best, Sequence) or not all(isinstance(best, Best) for best in keep_best):
         raise TypeError(f"keep_best takes a Best, such as Best('accuracy', 'max'), or several; got {keep_best!r}")
     return list(keep_best)
+
+
+def _by_step(
+    keep_last: int, keep_every: int | dt.timedelta | None, created_at: Callable[[int], dt.datetime | None]
+) -> list[Policy]:
+    policies: list[Policy] = [KeepLast(keep_last)]
+    if isinstance(keep_every, dt.timedelta):
+        policies.append(KeepPeriod(keep_every, created_at))
+    elif keep_every is not None:
+        policies.append(KeepEvery(keep_every))
+    return policies
 
 
 class Pruning:
@@ -58,11 +69,8 @@ class Pruning:
         # at again, since thousands may have to be compared at every save.
         self._scores: dict[tuple[str, int], float | None] = {}
         self._times: dict[int, dt.datetime] = {}
-        self._policies: list[Policy] = [KeepLast(keep_last)]
-        if isinstance(keep_every, dt.timedelta):
-            self._policies.append(KeepPeriod(keep_every, self._created_at))
-        elif keep_every is not None:
-            self._policies.append(KeepEvery(keep_every))
+        self._keep_every = keep_every
+        self._policies = _by_step(keep_last, keep_every, self._created_at)
         self._is_silent = keep_best is None
         self._is_unannounced = False
         self._bests: list[Best] = []
@@ -96,6 +104,32 @@ class Pruning:
                 f"before. Write keep_best={self._bests!r}, or keep_best=() if they may be deleted.",
                 SafeckptWarning,
             )
+
+    def policies_for(self, header_of: Callable[[int], Mapping[str, Any]]) -> list[Policy]:
+        """Return the same rules for copies of the checkpoints elsewhere.
+
+        Args:
+            header_of: Returns the header of a copy; empty where it has none.
+        """
+
+        def described(step: int) -> Checkpoint | None:
+            try:
+                return Checkpoint.from_header(header_of(step), self._files.path_of(step), 0)
+            except LoadError:
+                return None
+
+        def value(metric: str, step: int) -> float | None:
+            one = described(step)
+            return None if one is None else score(one, metric)
+
+        def created_at(step: int) -> dt.datetime | None:
+            one = described(step)
+            return None if one is None else one.created_at
+
+        return [
+            *_by_step(self._keep_last, self._keep_every, created_at),
+            *(KeepBest(best, functools.partial(value, best.metric)) for best in self._bests),
+        ]
 
     def prune(self, saved: int) -> list[int]:
         """Delete what no policy keeps and return the steps. What cannot be listed or deleted is a warning.

@@ -13,7 +13,7 @@ import functools
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from safeckpt.distributed import (
     ShardTensors,
     allocate_placeholders,
     as_local_shards,
+    first_answer,
     holds_same,
     in_group,
     payload_of_rank,
@@ -42,6 +43,7 @@ from safeckpt.errors import (
     RestoreError,
 )
 from safeckpt.file import CheckpointFolder, Mapped
+from safeckpt.remote import RemotePath
 from safeckpt.run.arguments import note_changes
 from safeckpt.run.catalog import Bad, Checkpoint, Gone, OpenCheckpoint, fault_of, warn_skipped
 from safeckpt.run.run import Run
@@ -114,21 +116,28 @@ class Restored:
     is_whole: bool = True
     is_resized: bool = False
     source: str = "disk"
-    rejected: dict[Path, str] = field(default_factory=dict)
+    rejected: dict[PurePath, str] = field(default_factory=dict)
     steps_before: Collection[int] = ()
     header: Mapping[str, Any] = field(default_factory=dict)
 
 
 class _Search(NamedTuple):
-    """One rank's answer while a checkpoint is looked for."""
+    """One rank's answer while a checkpoint is looked for.
+
+    Attributes:
+        steps: Those in the directory that were not tried.
+        remote: Those in the store that were not fetched.
+        arguments: What was asked for.
+    """
 
     steps: list[int]
+    remote: list[int]
     arguments: dict[str, Any]
 
 
-def _steps_of_rank_zero(answers: list[_Search]) -> list[int]:
+def _search_of_rank_zero(answers: list[_Search]) -> _Search:
     refuse_differences([answer.arguments for answer in answers])
-    return answers[0].steps
+    return answers[0]
 
 
 def _same_file(path: Path, answers: list[Gone | Bad | str]) -> Gone | Bad | None:
@@ -167,7 +176,7 @@ class Restorer:
     def restore(self, wanted: Wanted) -> Restored | None:
         """Put a checkpoint into the live objects and note where the run stands; see `CheckpointManager.restore`."""
         run = self._run
-        restored = self.apply_newest(wanted)
+        restored = self.apply_newest(wanted, look_further=True)
         if restored is None:
             if run.is_rank_zero:
                 run.directory.catalog.warn_if_emptied()
@@ -233,8 +242,12 @@ class Restorer:
             restored.checkpoint, {one for one in listed if one <= step or one in restored.steps_before}
         )
 
-    def apply_newest(self, wanted: Wanted) -> Restored | None:
+    def apply_newest(self, wanted: Wanted, *, look_further: bool = False) -> Restored | None:
         """Apply the step that is wanted, or the newest good one; None when there is no checkpoint.
+
+        Args:
+            wanted: What to apply.
+            look_further: Whether to look into the store behind the directory as well, where there is one.
 
         Raises:
             CheckpointNotFoundError: There is no checkpoint of the wanted step.
@@ -244,9 +257,19 @@ class Restorer:
         """
         run, group = self._run, self._run.group
         steps_before = run.directory.files.steps() if group.is_rank_zero else []
-        rejected: dict[Path, str] = {}
+        rejected: dict[PurePath, str] = {}
         tried: set[int] = set()
-        while (step := self._find_candidate(group, wanted, tried)) is not None:
+        remote = self._look_further(group) if look_further else set()
+        while (candidate := self._find_candidate(group, wanted, tried, remote)) is not None:
+            step, is_remote = candidate
+            if is_remote:
+                remote.discard(step)
+                fault, url = self._fetch(group, step, wanted)
+                if isinstance(fault, Bad):
+                    self._pass_over(group, step, RemotePath(url), fault.reason, rejected)
+                elif fault is None:
+                    tried.discard(step)  # what was bad under this name has made way
+                continue
             tried.add(step)
             with contextlib.ExitStack() as opened:
                 found = self._read(group, step, wanted, opened)
@@ -264,24 +287,54 @@ class Restorer:
                         header=found.header,
                     )
             if isinstance(found, Bad):
-                path = run.directory.files.path_of(step)
-                rejected[path] = found.reason
-                with group.section(f"passing over step {step}"):  # where warnings are errors, on all ranks
-                    if group.is_rank_zero:
-                        warn_skipped(path, found.reason)
+                self._pass_over(group, step, run.directory.files.path_of(step), found.reason, rejected)
         if rejected:
             raise NoGoodCheckpointError(
                 directory=run.directory.path, rejected=[(str(path), reason) for path, reason in rejected.items()]
             )
         return None
 
-    def _find_candidate(self, group: Group, wanted: Wanted, tried: Collection[int]) -> int | None:
-        """Return the step to try next; the same on every rank."""
+    def _pass_over(self, group: Group, step: int, path: PurePath, reason: str, rejected: dict[PurePath, str]) -> None:
+        rejected[path] = reason
+        with group.section(f"passing over step {step}"):  # where warnings are errors, on all ranks
+            if group.is_rank_zero:
+                warn_skipped(path, reason)
+
+    def _look_further(self, group: Group) -> set[int]:
+        """Return the steps in the store behind the directory. Rank 0 looks."""
+        mirror = self._run.directory.mirror
+        if mirror is None:
+            return set()
+        with group.section("looking into the store", first_answer) as section:
+            if group.is_rank_zero:
+                section.answer = sorted(mirror.look())
+        return set(section.result)
+
+    def _fetch(self, group: Group, step: int, wanted: Wanted) -> tuple[Bad | Gone | None, str]:
+        """Bring a checkpoint into the directory, on rank 0; return what is wrong with it in the store, and where."""
+        mirror = self._run.directory.mirror
+        assert mirror is not None
+        with group.section(f"fetching step {step}", first_answer) as section:
+            if group.is_rank_zero:
+                fault: Bad | Gone | None = None
+                try:
+                    mirror.fetch(step)
+                except (LoadError, FileNotFoundError) as error:
+                    fault = fault_of(error, is_named=wanted.step is not None)
+                section.answer = fault, mirror.name_of(step)
+        found: tuple[Bad | Gone | None, str] = section.result
+        return found
+
+    def _find_candidate(
+        self, group: Group, wanted: Wanted, tried: Collection[int], remote: Collection[int]
+    ) -> tuple[int, bool] | None:
+        """Return the step to try next, and whether it has to be fetched first; the same on every rank."""
         files = self._run.directory.files
-        with group.section("looking for a checkpoint", _steps_of_rank_zero) as section:
+        with group.section("looking for a checkpoint", _search_of_rank_zero) as section:
             only = None if wanted.only is None else sorted(wanted.only)
             section.answer = _Search(
                 steps=[step for step in files.steps() if step not in tried] if group.is_rank_zero else [],
+                remote=sorted(remote),
                 arguments={
                     "step": wanted.step,
                     "only": only,
@@ -290,10 +343,12 @@ class Restorer:
                     "streams": wanted.streams,
                 },
             )
-        steps = section.result
-        if wanted.step is not None and wanted.step not in steps:
-            raise CheckpointNotFoundError(directory=files.path, step=wanted.step, available_steps=steps)
-        return wanted.step if wanted.step is not None else max(steps, default=None)
+        search = section.result
+        both = sorted({*search.steps, *search.remote})
+        if wanted.step is not None and wanted.step not in both:
+            raise CheckpointNotFoundError(directory=files.path, step=wanted.step, available_steps=both)
+        step = wanted.step if wanted.step is not None else max(both, default=None)
+        return None if step is None else (step, step not in search.steps)
 
     def _read(self, group: Group, step: int, wanted: Wanted, opened: contextlib.ExitStack) -> Good | Bad | Gone:
         """Read and check a checkpoint on every rank: it is good for all of them, or for none."""

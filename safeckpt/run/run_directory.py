@@ -12,6 +12,7 @@ from safeckpt.distributed import Group, first_answer
 from safeckpt.errors import DirectoryInUseError, DirectoryLockedError, DirectoryNotSharedError
 from safeckpt.run.catalog import Catalog, Checkpoint
 from safeckpt.run.membership import Membership
+from safeckpt.run.mirroring import RunMirror
 from safeckpt.run.timeline import Timeline
 from safeckpt.store import WriterLock
 
@@ -26,6 +27,7 @@ class RunDirectory:
 
     Args:
         catalog: Its checkpoints.
+        mirror: Its copy in a store; None where there is none.
         lock: The right to write.
         timeline: Where the run stands.
         membership: The processes of the run.
@@ -40,6 +42,7 @@ class RunDirectory:
         self.catalog = catalog
         self.files = catalog.files
         self.lock = lock
+        self.mirror: RunMirror | None = None
         self._timeline = timeline
         self._membership = membership
         self._shared_by: Group | None = None  # the ranks that are known to see one directory
@@ -83,6 +86,8 @@ class RunDirectory:
             paths = self.files.set_aside(superseded)
             self.add_event("set_aside", self._timeline.saved_step, files=[path.name for path in paths])
             self._timeline.set_aside()
+        if self.mirror is not None:
+            self.mirror.enter(self._timeline.saved_step, went_back=bool(superseded))
 
     def unknown_steps(self) -> list[int]:
         """Return the steps of checkpoints in the directory that are not this run's, ascending."""

@@ -247,6 +247,8 @@ class Saver:
         run.directory.catalog.remember_verdict(new.step)
         run.directory.add_event("described", new.step, loss=described.loss, metrics=dict(described.metrics))
         self._pruning.prune(new.step)
+        if run.directory.mirror is not None:
+            run.directory.mirror.described(new.step)
         return run.directory.catalog.peek(new.step)
 
     def note_refusal(self, error: NonFiniteError) -> None:
@@ -364,6 +366,7 @@ class Saver:
                 if group.is_rank_zero:
                     try:
                         written = self._commit(writer)
+                        self._mirror(written, group)
                     except BaseException as error:
                         if self._run.timeline.saved_step != written.step:
                             raise
@@ -377,6 +380,7 @@ class Saver:
         written = dataclasses.replace(section.result.checkpoint, path=writer.checkpoint.path)
         if not group.is_rank_zero:
             self._run.timeline.record(written)
+            self._mirror(written, group)
         if section.result.failed_late:
             with group.section(f"{what}: after the commit"):
                 if late is not None:
@@ -403,6 +407,10 @@ class Saver:
         for call in self.committed:
             call(checkpoint)
         return checkpoint
+
+    def _mirror(self, checkpoint: Checkpoint, group: Group) -> None:
+        if self._run.directory.mirror is not None:
+            self._run.directory.mirror.committed(checkpoint.step, rank=group.rank, size=group.size)
 
     def _record(self, checkpoint: Checkpoint) -> None:
         self._run.timeline.record(checkpoint)

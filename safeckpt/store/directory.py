@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
+import secrets
+import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar
 
 from safeckpt.errors import DurabilityUnknownError, SafeckptWarning, StepExistsError
 from safeckpt.store import deferred, disk, names
@@ -16,11 +19,13 @@ from safeckpt.store.losses import LossLog
 from safeckpt.system.warn import warn_caller
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 __all__ = ["Aside", "CheckpointDirectory"]
 
 T = TypeVar("T")
+
+_MOST_NOTE_BYTES = 1 << 16
 
 
 class Aside(NamedTuple):
@@ -52,6 +57,7 @@ class CheckpointDirectory:
         self.events = EventLog(self.path / names.EVENTS)
         self.losses = LossLog(self.path / names.LOSSES)
         self._is_durable = False  # the name of the directory, as far as this object has seen to it
+        self._noting = threading.Lock()
         self._undeleted: set[Path] = set()  # temporary directories that could not be deleted yet
 
     def create(self) -> None:
@@ -294,6 +300,68 @@ class CheckpointDirectory:
         except OSError as error:
             _warn(f"The stale temporary file {path} could not be deleted: {error}.")
             return False
+
+    # -- what a copy in a store has to know --------------------------------------------------------------------------
+
+    def mirror_token(self) -> str:
+        """Return the random name of this directory, by which a store knows it again; made at the first call."""
+        token = self._mirror_notes().get("token")
+        if isinstance(token, str):
+            return token
+        return str(self._note({"token": secrets.token_hex(8)})["token"])
+
+    def mirror_note(self, url: str) -> dict[str, Any]:
+        """Return what was noted about a store; empty when that is nothing."""
+        places = self._mirror_notes().get("places")
+        note = places.get(url) if isinstance(places, dict) else None
+        return note if isinstance(note, dict) else {}
+
+    def note_mirror(self, url: str, **fields: int) -> None:
+        """Note something about a store, in place of what was noted before.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        places = self._mirror_notes().get("places")
+        self._note({"places": {**(places if isinstance(places, dict) else {}), url: fields}})
+
+    def _mirror_notes(self) -> dict[str, Any]:
+        try:
+            notes = json.loads(disk.read(self.path / names.MIRROR, _MOST_NOTE_BYTES))
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return notes if isinstance(notes, dict) else {}
+
+    def _note(self, more: dict[str, Any]) -> dict[str, Any]:
+        with self._noting:
+            notes = {**self._mirror_notes(), **more}
+            data = json.dumps(notes).encode()
+            commit(self.path / names.MIRROR, lambda file: file.write(data))
+        return notes
+
+    def histories(self, known: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, bytes, tuple[int, int]]]:
+        """Yield name, content and identity of each file of the history that has another identity than the known one."""
+        for name in (names.EVENTS, names.LOSSES):
+            path = self.path / name
+            try:
+                status = path.stat()
+                identity = status.st_size, status.st_mtime_ns
+                if known.get(name) != identity:
+                    yield name, disk.read(path), identity
+            except FileNotFoundError:
+                continue
+
+    def replace_history(self, name: str, data: bytes) -> None:
+        """Put a history from elsewhere in the place of the one that is here. The writer lock has to be held.
+
+        Raises:
+            ValueError: It is the name of none.
+            OSError: It cannot be written.
+        """
+        if name not in (names.EVENTS, names.LOSSES):
+            raise ValueError(f"{name} is no history")
+        self.losses.close()
+        commit(self.path / name, lambda file: file.write(data))
 
     def settle(self) -> None:
         """Wait for background deletions; they would be lost at process exit."""

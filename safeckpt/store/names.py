@@ -9,6 +9,7 @@
                                                also the name under which a directory is deleted
     writer       .writer.lock                  who holds it: .writer.json
     history      events.jsonl, and the losses of the run: losses.log
+    mirror       .mirror.json, which copy in a store this directory has agreed with last
 
 A name is parsed whole and as ASCII: ``step-100.pt``, ``step-000000100.pt``, ``step-00000100.pt.bak`` and
 ``Step-00000100.pt`` belong to the user. So renaming a checkpoint is a way to keep it for good.
@@ -33,6 +34,7 @@ __all__ = [
     "HOLDER",
     "LOCK",
     "LOSSES",
+    "MIRROR",
     "aside_name",
     "expand_user",
     "folder_name",
@@ -51,6 +53,7 @@ LOCK = ".writer.lock"
 HOLDER = ".writer.json"
 EVENTS = "events.jsonl"
 LOSSES = "losses.log"
+MIRROR = ".mirror.json"
 
 _DIGITS = r"([0-9]{8}|[1-9][0-9]{8,})"
 _STEP = re.compile(rf"step-{_DIGITS}(?:\.pt)?")
