@@ -255,8 +255,10 @@ class StepExistsError(SaveError, FileExistsError):
         super().__init__(
             f"Step {step} is already saved, and the state is different now.",
             f"the checkpoint of step {step} is untouched.",
-            "save a higher step: the number of completed optimizer steps rises between two saves. To add metrics to "
-            "this step, do it before anything else changes: a scheduler, a counter, random numbers.",
+            "save a higher step: the number of completed optimizer steps rises between two saves. Where schedulers, "
+            "counters or random numbers of validation come behind the loop over the loader, let the last step of the "
+            "epoch end without a save, manager.end_step(manager.step + 1, loss=loss, save=loader.batch < len(loader)), "
+            "and call manager.save(manager.step, metrics=metrics) behind all of them.",
             path=path,
         )
         self.errno = errno.EEXIST

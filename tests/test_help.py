@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 import safeckpt
 
@@ -227,6 +227,82 @@ def leave_the_optimizer_out(directory: Path) -> None:
         parts["model"](torch.zeros(1, 4)).sum().backward()
         optimizer.step()
         manager.save(1)
+
+
+@provokes("end_step was not the last statement of the body")
+def draw_behind_the_step(directory: Path) -> None:
+    parts = components()
+    with manager_of(directory, parts, save_every=1) as manager:
+        for _ in parts["loader"].epochs(1):
+            for _ in parts["loader"]:
+                manager.end_step(manager.step + 1)
+                torch.rand(1)
+
+
+@provokes("the checkpoint of step 5 was due")
+def put_a_save_off_for_ever(directory: Path) -> None:
+    with manager_of(directory, save_every=5) as manager:
+        for step in range(1, 7):
+            manager.end_step(step, save=False)
+
+
+@provokes("20 steps have ended since")
+def iterate_the_loader_inside(directory: Path) -> None:
+    parts = components()
+    with manager_of(directory, parts) as manager:
+        for _ in range(4):
+            for _ in parts["loader"].dataloader:
+                manager.end_step(manager.step + 1)
+
+
+@provokes("The notes differ from those of the run that saved")
+def start_another_seed_in_the_directory(directory: Path) -> None:
+    for seed in (0, 1):
+        with manager_of(directory, notes={"seed": seed}) as manager:
+            manager.restore()
+            if seed == 0:
+                manager.save(1)
+
+
+@provokes("This run keeps its best checkpoints")
+def leave_out_what_is_the_best(directory: Path) -> None:
+    for step, options in enumerate(({"keep_best": safeckpt.Best("val")}, {}), start=1):
+        with manager_of(directory, **options) as manager:
+            manager.restore()
+            manager.save(step, metrics={"val": 0.5})
+
+
+@provokes("are not the ones that were drawn before it was saved")
+def stream_from_a_place_without_memory(directory: Path) -> None:
+    class Noise(IterableDataset[torch.Tensor]):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return (torch.tensor(list(os.urandom(8))) for _ in range(8))
+
+    states = []
+    for _ in range(2):
+        loader = safeckpt.ResumableLoader(DataLoader(Noise(), num_workers=1))
+        for state in states:
+            loader.load_state_dict(state)
+        batches = iter(loader)
+        next(batches)
+        next(batches)
+        states.append(loader.state_dict())
+
+
+@provokes("has got cannot be saved")
+def sample_from_an_iterator(directory: Path) -> None:
+    class Endless(Sampler[int]):
+        def __init__(self) -> None:
+            self.numbers = iter(int, 1)
+
+        def __iter__(self) -> Iterator[int]:
+            return (next(self.numbers) for _ in range(4))
+
+        def __len__(self) -> int:
+            return 4
+
+    loader = safeckpt.ResumableLoader(DataLoader(TensorDataset(torch.zeros(4, 4)), sampler=Endless()))
+    list(loader)
 
 
 @provokes("was passed over: the bytes of")

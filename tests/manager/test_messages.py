@@ -110,7 +110,11 @@ def durability(path: Path) -> None:
 CASES: list[tuple[Callable[[Path], None], type[safeckpt.SafeckptError], list[str]]] = [
     (not_finite, safeckpt.NonFiniteError, ["Step 2", "loss = nan"]),
     (unsavable, safeckpt.UnsavableStateError, ["['counters']['f']", "builtin_function"]),
-    (step_exists, safeckpt.StepExistsError, ["Step 1 is already saved"]),
+    (
+        step_exists,
+        safeckpt.StepExistsError,
+        ["Step 1 is already saved", "save=loader.batch < len(loader)", "manager.save(manager.step, metrics=metrics)"],
+    ),
     (in_use, safeckpt.DirectoryInUseError, ["1 checkpoint(s) of another run", "newest steps: 1", "manager.restore()"]),
     (not_found, safeckpt.CheckpointNotFoundError, ["step 7", "newest: 1"]),
     (damaged, safeckpt.DamagedCheckpointError, ["step-00000001.pt is damaged", "data/0"]),
