@@ -152,6 +152,57 @@ def test_trainers_are_imported_by_their_own_integration_alone(path):
     assert {top for top, _ in imports_of(path)} & set().union(*trainers.values()) <= own
 
 
+# Private names of others than torch: of named tuples, of the interpreter, of `random` and of NumPy.
+OF_OTHERS = {"_replace", "_getframe", "_inst", "_rand", "_bit_generator", "_legacy_seeding"}
+# Names of torch.distributed that have not moved to torch_private.py yet.
+OF_DISTRIBUTED = {"_MEM_FORMAT_ENCODING", "_StorageInfo", "_StoragePrefix", "_get_default_store", "_spec"}
+
+
+def own_private_names():
+    """Return the private names that classes of the package define: methods, class attributes, attributes of `self`."""
+    found = set()
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                for inner in node.body:
+                    targets = getattr(inner, "targets", [getattr(inner, "target", None)])
+                    found |= {getattr(inner, "name", None), *(getattr(target, "id", None) for target in targets)}
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found.add(node.attr if ast.unparse(node.value) == "self" else None)
+    return found
+
+
+def foreign_private_names(path):
+    """Yield the private names of others that a module imports, or asks of an object."""
+
+    def is_private(name):
+        return name.startswith("_") and not name.startswith("__")
+
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and not node.module.startswith("safeckpt"):
+            yield from {node.module} if any(map(is_private, node.module.split("."))) else ()
+            yield from (alias.name for alias in node.names if is_private(alias.name))
+        elif isinstance(node, ast.Attribute) and is_private(node.attr):
+            if ast.unparse(node.value) not in {"self", "cls", "super()"}:
+                yield node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in {"getattr", "hasattr", "setattr"}:
+            asked = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
+            if is_private(asked) and ast.unparse(node.args[0]) != "self":
+                yield asked
+
+
+def test_only_one_module_uses_private_names_of_torch():
+    """A new version of torch has one file to be compared with."""
+    allowed = own_private_names() | OF_OTHERS
+    found = {
+        (part_of(path), name)
+        for path in MODULES
+        if path != PACKAGE / "system" / "torch_private.py"
+        for name in set(foreign_private_names(path)) - allowed
+    }
+    assert found == {("distributed", name) for name in OF_DISTRIBUTED}
+
+
 def test_public_names_are_pinned():
     """The public names are those in the contract, sorted; adding or dropping one is a decision, not an accident."""
     assert safeckpt.__all__ == sorted(safeckpt.__all__)

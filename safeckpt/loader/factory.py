@@ -11,6 +11,7 @@ from safeckpt.loader.map_source import MapSource
 from safeckpt.loader.source import Source
 from safeckpt.loader.stateful_source import StatefulSource
 from safeckpt.state.component import class_name
+from safeckpt.system.torch_private import iterates_as_torch_does
 
 __all__ = ["make_source"]
 
@@ -34,7 +35,7 @@ def make_source(loader: Any) -> Source:
     if hasattr(loader, "base_dataloader"):
         raise TypeError(_of_accelerate(loader))
     cls = type(loader)
-    if cls.__iter__ is not DataLoader.__iter__ or cls._get_iterator is not DataLoader._get_iterator:
+    if not iterates_as_torch_does(cls):
         raise TypeError(
             f"{cls.__qualname__} iterates in its own way, which ResumableLoader would bypass: wrap a plain DataLoader, "
             "then put the rest around the ResumableLoader"

@@ -26,6 +26,7 @@ from safeckpt.proof.leaves import Leaf, flatten, leaf
 from safeckpt.state.module import clean_modules, unwrap
 from safeckpt.state.random_streams import GeneratorComponent, RngStreams
 from safeckpt.state.tree import join
+from safeckpt.system.torch_private import batches_yielded, hidden_buffers, version_of
 
 __all__ = ["BUFFER", "MAIN_AGAIN", "LiveObjects"]
 
@@ -113,10 +114,8 @@ class _Walk:
                 self._class(name, type(obj))
 
     def _module(self, name: str, module: nn.Module) -> None:
-        for key in module._non_persistent_buffers_set:
-            buffer = module._buffers.get(key)
-            if buffer is not None:
-                self.found[join(name, key)] = self._tensor(buffer, BUFFER)
+        for key, buffer in hidden_buffers(module):
+            self.found[join(name, key)] = self._tensor(buffer, BUFFER)
         own = {key: one for key, one in vars(module).items() if key not in _OWN_OF_MODULE}
         self._items(name, own, ATTRIBUTE, 0)
         self._class(name, type(module))
@@ -205,8 +204,8 @@ class _Walk:
         if isinstance(value, Optimizer | LRScheduler | nn.Module | torch.amp.GradScaler):
             for key, one in flatten(value.state_dict(), name):
                 self._add(key, leaf(kind, one))
-        elif isinstance(getattr(value, "_num_yielded", None), int) and _is_library(value):
-            self._add(name, leaf(kind, f"{value._num_yielded} batches handed out"))
+        elif (count := batches_yielded(value)) is not None and _is_library(value):
+            self._add(name, leaf(kind, f"{count} batches handed out"))
         elif isinstance(value, functools.partial):
             self._items(name, {"args": value.args, **value.keywords}, kind, depth)
         elif isinstance(value, types.SimpleNamespace) or not (isinstance(value, _CODE) or _is_library(value)):
@@ -216,7 +215,7 @@ class _Walk:
         if tensor.is_inference():
             return leaf(kind, tensor)
         # A data set in memory is read once, not at every step: torch counts in-place writes.
-        written = (tensor._version, tensor.data_ptr() if tensor.layout is torch.strided else 0, tuple(tensor.size()))
+        written = (version_of(tensor), tensor.data_ptr() if tensor.layout is torch.strided else 0, tuple(tensor.size()))
         held, before, known = self._tensors.get(id(tensor), (None, None, None))
         if known is not None and held is not None and held() is tensor and before == written:
             return known

@@ -15,6 +15,7 @@ from torch import nn
 from safeckpt.errors import UnsavableStateError
 from safeckpt.state.component import Component
 from safeckpt.state.tree import join
+from safeckpt.system.torch_private import drop_unreduced_by_fsdp, unreduced_by_fsdp
 
 __all__ = ["drop_unreduced", "refuse_unreduced", "reshard"]
 
@@ -36,16 +37,8 @@ def reshard(components: Mapping[str, Component]) -> None:
 def _unreduced(components: Mapping[str, Component]) -> Iterator[tuple[str, Any, Any]]:
     """Yield (name, group, what FSDP2 knows of a parameter) of those that wait for their gradient to be reduced."""
     for name, module in _sharded_modules(components):
-        state = module._get_fsdp_state()  # has no public name
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-        for group in (one for one in groups if one is not None):
-            # Under set_requires_all_reduce(False) the sum over the ranks that shard waits for that over the copies.
-            partly = getattr(group, "_partial_reduce_output", None) is not None
-            for parameter in group.fsdp_params:
-                gathered = getattr(parameter, "_unsharded_param", None)
-                waits = parameter.unsharded_accumulated_grad is not None
-                if partly or waits or (gathered is not None and gathered.grad is not None):
-                    yield join(name, parameter._param_fqn or "?"), group, parameter
+        for inner, group, parameter in unreduced_by_fsdp(module):
+            yield join(name, inner), group, parameter
 
 
 def refuse_unreduced(components: Mapping[str, Component]) -> None:
@@ -68,8 +61,4 @@ def refuse_unreduced(components: Mapping[str, Component]) -> None:
 def drop_unreduced(components: Mapping[str, Component]) -> None:
     """Clear these gradients, as `zero_grad` clears the others."""
     for _, group, parameter in list(_unreduced(components)):
-        if hasattr(group, "_partial_reduce_output"):
-            group._partial_reduce_output = None
-        parameter.unsharded_accumulated_grad = None
-        if getattr(parameter, "_unsharded_param", None) is not None:
-            parameter._unsharded_param.grad = None
+        drop_unreduced_by_fsdp(group, parameter)

@@ -18,6 +18,7 @@ from safeckpt.errors import NonFiniteTensor
 from safeckpt.state.component import Component
 from safeckpt.state.guard import Guard, find_nonfinite
 from safeckpt.state.tree import local_part
+from safeckpt.system.torch_private import version_of
 
 __all__ = ["Gradients"]
 
@@ -50,7 +51,7 @@ class Gradients:
             grad = parameter.grad
             if grad is not None:
                 # FSDP2 adds to the local part in place, which the version of a DTensor knows nothing of.
-                self._spent[id(optimizer), id(parameter)] = (weakref.ref(grad), local_part(grad)._version)
+                self._spent[id(optimizer), id(parameter)] = (weakref.ref(grad), version_of(local_part(grad)))
 
     def _named(self) -> dict[str, torch.Tensor]:
         """Return the parameters by their first names, as they are now: a head may be replaced while training."""
@@ -81,7 +82,7 @@ class Gradients:
 
     def _is_spent(self, optimizer: int, parameter: torch.Tensor, grad: torch.Tensor) -> bool:
         reference, version = self._spent.get((optimizer, id(parameter)), (None, -1))
-        return reference is not None and reference() is grad and local_part(grad)._version == version
+        return reference is not None and reference() is grad and version_of(local_part(grad)) == version
 
     def check(self, gradients: Mapping[str, torch.Tensor], guard: Guard) -> list[NonFiniteTensor]:
         """Return which of the gradients are not finite and would poison the next step.

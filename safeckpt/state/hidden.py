@@ -20,6 +20,7 @@ from safeckpt.state.module import ModuleComponent, clean_modules
 from safeckpt.state.module_options import changed_options, is_of_torch, options_of, plain_attributes
 from safeckpt.state.tree import join
 from safeckpt.system.tensor_kind import is_plain
+from safeckpt.system.torch_private import hidden_buffers, version_of
 
 __all__ = ["HiddenState"]
 
@@ -109,15 +110,14 @@ def _layers_of(component: ModuleComponent) -> dict[str, nn.Module]:
 
 def _hidden_buffers(owner: str, layers: Mapping[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
     for path, module in layers.items():
-        for key in getattr(module, "_non_persistent_buffers_set", ()):
-            tensor = module._buffers.get(key)
-            if tensor is not None and is_plain(tensor) and tensor.nbytes <= _MOST_BYTES:
+        for key, tensor in hidden_buffers(module):
+            if is_plain(tensor) and tensor.nbytes <= _MOST_BYTES:
                 yield join(join(owner, path), key), tensor
 
 
 def _mark_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Return what changes when a tensor is replaced or written to."""
-    return id(tensor), tensor._version if not tensor.is_inference() else -1
+    return id(tensor), version_of(tensor) if not tensor.is_inference() else -1
 
 
 def _digest_of(tensor: torch.Tensor) -> str:

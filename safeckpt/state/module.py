@@ -17,12 +17,21 @@ from safeckpt.state.guard import Guard, guarded_tensors, nonfinite_floats
 from safeckpt.state.module_options import changed_options, options_of
 from safeckpt.state.tree import copy_tree, join
 from safeckpt.system.tensor_kind import TensorKind, has_own_copies, is_plain, kind_of
+from safeckpt.system.torch_private import (
+    EXTRA_STATE,
+    WRAPPED_MODULES,
+    children_of,
+    class_that_loads,
+    has_hooks_after_loading,
+    has_hooks_before_loading,
+    loader_of_entries,
+    own_tensor_names,
+    set_versions,
+    versions_of,
+)
 
 __all__ = ["ModuleComponent", "clean_modules", "unwrap"]
 
-_EXTRA_STATE = "_extra_state"  # the last part of a key that holds what get_extra_state() returned
-# Attributes in which torch.compile's and activation checkpointing's wrappers hold the module; both classes are private.
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _NORMS = frozenset({"SyncBatchNorm", "BatchNorm1d", "BatchNorm2d", "BatchNorm3d"})
 
@@ -31,8 +40,8 @@ def _wrapped(module: nn.Module) -> tuple[str, nn.Module] | None:
     """Return (attribute, inner module) of a wrapper that adds a prefix to every name, None for a real module."""
     if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
         return "module", module.module
-    children = module._modules
-    for attribute in _WRAPPERS:
+    children = children_of(module)
+    for attribute in WRAPPED_MODULES:
         # A ScriptModule's mapping of children has no get().
         if len(children) == 1 and attribute in children and (inner := children[attribute]) is not None:
             return attribute, inner
@@ -58,7 +67,7 @@ def clean_modules(module: nn.Module) -> dict[str, tuple[str, nn.Module]]:
         if (wrapped := _wrapped(current)) is not None:
             visit(join(raw, wrapped[0]), clean, wrapped[1])
             return
-        for name, child in current._modules.items():
+        for name, child in children_of(current).items():
             if child is not None:
                 visit(join(raw, name), join(clean, name), child)
 
@@ -116,11 +125,10 @@ class ModuleComponent(Component):
             # when the payload is encoded.
             attached = isinstance(value, torch.Tensor) and (value.requires_grad or isinstance(value, nn.Parameter))
             state[_clean_key(key, modules)] = value.detach() if attached and not nn.parameter.is_lazy(value) else value
-        metadata = getattr(raw, "_metadata", None)
+        metadata = versions_of(raw)
         if metadata is not None:
-            state._metadata = OrderedDict(  # type: ignore[attr-defined] # torch puts its versions there
-                (modules[path][0] if path in modules else path, dict(versions)) for path, versions in metadata.items()
-            )
+            clean = ((modules[path][0] if path in modules else path, dict(one)) for path, one in metadata.items())
+            set_versions(state, OrderedDict(clean))
         record = {
             "classes": {clean: class_name(module) for clean, module in modules.values()},
             "training": {clean: module.training for clean, module in modules.values()},
@@ -195,7 +203,7 @@ class ModuleComponent(Component):
         """Whether code of the user's, or a tensor that is not plain, decides how the state is loaded."""
         return (
             not self._loads_as_torch_does()
-            or any(module._load_state_dict_post_hooks for module in self.obj.modules())
+            or any(has_hooks_after_loading(module) for module in self.obj.modules())
             or any(type(module).set_extra_state is not nn.Module.set_extra_state for module in self.obj.modules())
             or bool(_self_loading(self.obj))
             or not all(_is_ordinary(tensor) for tensor in self._own_tensors().values())
@@ -206,7 +214,7 @@ class ModuleComponent(Component):
         if not self._loads_as_torch_does() or _self_loading(self.obj):
             return []
         known = self._own_tensors().keys() | {
-            join(path, _EXTRA_STATE)
+            join(path, EXTRA_STATE)
             for path, inner in self.obj.named_modules(remove_duplicate=False)
             if type(inner).get_extra_state is not nn.Module.get_extra_state
         }
@@ -238,10 +246,9 @@ class ModuleComponent(Component):
             else:
                 state[key] = saved  # parameters and buffers take a copy by themselves
         captured.transfer.copy(filled.values())
-        versions = getattr(captured.state, "_metadata", {})
-        state._metadata = OrderedDict(  # type: ignore[attr-defined] # read by load_state_dict
-            (raw, versions[clean]) for raw, (clean, _) in modules.items() if clean in versions
-        )
+        versions = versions_of(captured.state) or {}
+        known = ((raw, versions[clean]) for raw, (clean, _) in modules.items() if clean in versions)
+        set_versions(state, OrderedDict(known))
         self._load(state, own)
         for clean, module in modules.values():
             # An Identity that was added has none.
@@ -272,8 +279,8 @@ class ModuleComponent(Component):
     def _loads_as_torch_does(self) -> bool:
         """Return whether no code of the user's own looks at the saved values: it could not tell them from live ones."""
         return type(self.obj).load_state_dict is nn.Module.load_state_dict and all(
-            not module._load_state_dict_pre_hooks
-            and type(module)._load_from_state_dict.__module__.partition(".")[0] == "torch"
+            not has_hooks_before_loading(module)
+            and loader_of_entries(type(module)).__module__.partition(".")[0] == "torch"
             for module in self.obj.modules()
         )
 
@@ -294,15 +301,14 @@ def _self_loading(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """
     found = []
     for path, inner in module.named_modules():
-        owner = next(kind for kind in type(inner).__mro__ if "_load_from_state_dict" in vars(kind))
-        if not owner.__module__.startswith(("torch.nn.", "torch.jit.")):
+        if not class_that_loads(inner).__module__.startswith(("torch.nn.", "torch.jit.")):
             found.append((path, inner))
     return found
 
 
 def _sized_by_data(module: nn.Module) -> set[str]:
     """Return the keys of the tensors in such submodules."""
-    return {join(path, key) for path, inner in _self_loading(module) for key in (*inner._parameters, *inner._buffers)}
+    return {join(path, key) for path, inner in _self_loading(module) for key in own_tensor_names(inner)}
 
 
 def _may_be_renamed(saved: str, live: str) -> bool:
@@ -326,7 +332,7 @@ def _is_ordinary(value: Any) -> bool:
 
 def _unlike(where: str, saved: Any, live: Any) -> Iterator[str]:
     if not isinstance(saved, torch.Tensor) or not isinstance(live, torch.Tensor):
-        if where.rpartition(".")[2] != _EXTRA_STATE and type(saved) is not type(live):
+        if where.rpartition(".")[2] != EXTRA_STATE and type(saved) is not type(live):
             yield f"{where}: saved as a {type(saved).__name__}, the live one is a {type(live).__name__}"
     elif nn.parameter.is_lazy(live):
         yield f"{where}: the live parameter is uninitialised; run one forward pass before restoring"

@@ -14,10 +14,10 @@ from functools import lru_cache
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from safeckpt.errors import NonFiniteTensor, UnsavableStateError
 from safeckpt.system.tensor_kind import TensorKind, describe_missing_memory, is_plain, kind_of
+from safeckpt.system.torch_private import coo_parts, is_wrapper
 
 __all__ = ["masks", "nonfinite", "scan"]
 
@@ -79,7 +79,7 @@ def _entries(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tenso
         raise _not_examined(name, "a transform of torch.func", "it has no memory of its own")
     if kind is TensorKind.SHARDED:
         yield from _entries_of_any(name, tensor.to_local())  # type: ignore[attr-defined] # a DTensor
-    elif kind is TensorKind.SUBCLASS and is_traceable_wrapper_subclass(tensor):
+    elif kind is TensorKind.SUBCLASS and is_wrapper(tensor):
         for attribute in tensor.__tensor_flatten__()[0]:
             yield from _entries_of_any(f"{name}.{attribute}", getattr(tensor, attribute))
     elif kind is TensorKind.SUBCLASS:
@@ -113,7 +113,7 @@ def _values(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
     if kind is TensorKind.NESTED or t.layout in _COMPRESSED:
         t = t.values().detach()  # as a view of a compressed tensor it could not be viewed again
     elif t.layout is torch.sparse_coo:
-        t = t._values()  # values() demands a coalesced tensor, and coalescing copies
+        _, t = coo_parts(t)  # values() demands a coalesced tensor, and coalescing copies
     elif t.is_mkldnn:
         t = t.to_dense()
     elif t.layout is not torch.strided:
@@ -302,12 +302,14 @@ def _count_nested(t: torch.Tensor) -> _Count | None:
 
 def _count_sparse(t: torch.Tensor) -> _Count | None:
     coo = t.layout is torch.sparse_coo
-    values = t._values() if coo else t.values()
+    indices, values = coo_parts(t) if coo else (None, t.values())
     nan, inf = masks(values)
     where = (nan | inf).nonzero()  # one row for each element; the first columns say which of the stored ones it is
     if not len(where):
         return None
-    index = torch.cat([t._indices().T[where[:, 0]], where[:, 1:]], dim=1) if coo else _compressed_index(t, where)
+    index = (
+        torch.cat([indices.T[where[:, 0]], where[:, 1:]], dim=1) if indices is not None else _compressed_index(t, where)
+    )
     for dim in range(index.size(1)):  # the first in the order of the dimensions, whatever the order of storage
         index = index[index[:, dim] == index[:, dim].min()]
     return _Count(int(nan.sum()), int(inf.sum()), values.numel(), tuple(index[0].tolist()))

@@ -19,6 +19,7 @@ from safeckpt.state.matching import Matching, Slot, match, positional
 from safeckpt.state.options import overruled, plain, same
 from safeckpt.state.tree import copy_tree, detached, join, local_part, map_tensors
 from safeckpt.system.tensor_kind import has_own_copies, is_plain
+from safeckpt.system.torch_private import has_hooks_on_loading, has_stepped, mark_stepped
 
 __all__ = ["OptimizerComponent"]
 
@@ -77,7 +78,7 @@ class OptimizerComponent(Component):
             for group in self._slots()
         ]
         # A scheduler warns, wrongly, after a restart when it cannot see that a step was made before.
-        stepped = bool(getattr(self.obj, "_opt_called", False))
+        stepped = has_stepped(self.obj)
         record = {"class": class_name(self.obj), "stepped": stepped, "slots": slots, "first": self._first}
         return Captured(detached(self.obj.state_dict()), record)
 
@@ -111,8 +112,7 @@ class OptimizerComponent(Component):
     def loads_by_own_code(self) -> bool:
         """Whether a hook, or a method of the user's own, takes part in loading."""
         methods = all(is_library_code(type(self.obj), method) for method in ("load_state_dict", "__setstate__"))
-        hooks = self.obj._optimizer_load_state_dict_pre_hooks or self.obj._optimizer_load_state_dict_post_hooks
-        return not methods or bool(hooks)
+        return not methods or has_hooks_on_loading(self.obj)
 
     def apply(self, captured: Captured) -> None:
         """Load through the optimizer's own method, then undo its casts: moments keep the dtype they were saved with."""
@@ -127,7 +127,7 @@ class OptimizerComponent(Component):
         self._first = [copy_tree(first[source]) for source in matching.sources]
         self._matching = None  # holds the whole state
         if captured.record["stepped"]:
-            self.obj._opt_called = True
+            mark_stepped(self.obj)
 
     def _targets(self, captured: Captured) -> dict[int, torch.Tensor]:
         """Return where saved tensors can go at once, by their id: into the live state, or onto their device."""

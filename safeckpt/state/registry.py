@@ -23,6 +23,7 @@ from safeckpt.state.random_streams import GeneratorComponent, RngStreams
 from safeckpt.state.scheduler import SchedulerComponent
 from safeckpt.state.stateful import CountersComponent, LoaderComponent, ScalerComponent, StatefulComponent
 from safeckpt.state.wrappers import unwrapped
+from safeckpt.system.torch_private import communication_states, is_driven, is_initialized
 
 __all__ = ["RESERVED_NAMES", "inner_parts", "register", "uncaptured"]
 
@@ -111,7 +112,7 @@ def _refuse_hidden_parts(name: str, obj: Any) -> None:
                 "whole on one of them only. Use fully_shard(model) with a plain optimizer, which shards the moments as "
                 "well"
             )
-    if isinstance(obj, Optimizer) and not hasattr(obj, "_optimizer_step_post_hooks"):
+    if isinstance(obj, Optimizer) and not is_initialized(obj):
         raise TypeError(
             f"{name!r} is a {class_name(obj)}, which does not call Optimizer.__init__; register the optimizer inside it"
         )
@@ -223,7 +224,7 @@ def _uncaptured_of_module(module: ModuleComponent) -> Iterator[str]:
     left_out = [name for name in trainable if name not in saved]
     if left_out:
         yield f"{module.name}: its state_dict leaves out {listed(left_out)} (trainable: requires_grad is True)"
-    hooks = [state for one in module.outermost.modules() for _, state in getattr(one, "_comm_hooks", ())]
+    hooks = [state for one in module.outermost.modules() for state in communication_states(one)]
     for state in hooks:
         if hasattr(type(state), "__slots__") or getattr(state, "__dict__", None):  # a process group has neither
             yield (
@@ -249,8 +250,7 @@ def _unregistered_schedulers(components: Mapping[str, Any], optimizers: Mapping[
     inside = {name: list(inner_parts(obj)) for name, obj in components.items()}
     driven = {id(one) for name, found in inside.items() if name not in optimizers for one in found}
     for name, optimizer in optimizers.items():
-        # torch wraps `step` when a scheduler attaches itself
-        if hasattr(optimizer.step, "_wrapped_by_lr_sched") and id(optimizer) not in driven:
+        if is_driven(optimizer) and id(optimizer) not in driven:
             yield f"{name}: a scheduler drives it and no registered scheduler does; its schedule would start over"
     known = {id(optimizer) for optimizer in optimizers.values()}
     known |= {

@@ -14,18 +14,23 @@ from safeckpt.state.component import Captured, Component, Order
 from safeckpt.state.guard import Guard, nonfinite_floats
 from safeckpt.state.options import overruled, plain, same
 from safeckpt.state.tree import copy_tree, detached, join
-from safeckpt.system.torch_private import closed_form_rates
+from safeckpt.system.torch_private import (
+    LAST_RATES,
+    SCALE_FUNCTION,
+    SCHEDULE_PHASES,
+    SCHEDULERS_INSIDE,
+    closed_form_rates,
+)
 
 __all__ = ["SchedulerComponent"]
 
 # Arguments that say where the schedule stands or whom it drives, not how it runs.
 _NOT_OPTIONS = frozenset({"optimizer", "optimizers", "last_epoch", "schedulers", "verbose"})
 # What constructors of torch compute from arguments that they do not keep.
-_COMPUTED = frozenset({"base_lrs", "total_size", "step_ratio", "_schedule_phases"})
-_COMPUTED_FROM = {"total_steps": ("_schedule_phases",)}
-_FUNCTIONS = frozenset({"lr_lambdas", "_scale_fn_custom"})  # of which a state holds a part, or none
-_RATES = frozenset({"base_lrs", "_last_lr"})
-_INNER = "_schedulers"  # attribute and state key of composed schedulers
+_COMPUTED = frozenset({"base_lrs", "total_size", "step_ratio", SCHEDULE_PHASES})
+_COMPUTED_FROM = {"total_steps": (SCHEDULE_PHASES,)}
+_FUNCTIONS = frozenset({"lr_lambdas", SCALE_FUNCTION})  # of which a state holds a part, or none
+_RATES = frozenset({"base_lrs", LAST_RATES})
 
 
 class SchedulerComponent(Component):
@@ -106,7 +111,7 @@ class SchedulerComponent(Component):
         ):
             record["rates"] = self._rates(state)
             if record["rates"] is not None:
-                state["_last_lr"] = copy_tree(record["rates"])
+                state[LAST_RATES] = copy_tree(record["rates"])
         return Captured(state, record)
 
     def _rates(self, state: Mapping[str, Any]) -> list[Any] | None:
@@ -124,7 +129,7 @@ def _value(state: Any, path: str) -> Any:
 
 
 def _class(scheduler: Any) -> str:
-    inner = getattr(scheduler, _INNER, ())
+    inner = getattr(scheduler, SCHEDULERS_INSIDE, ())
     name = type(scheduler).__qualname__
     return f"{name}({', '.join(map(_class, inner))})" if inner else name
 
@@ -140,8 +145,8 @@ def _options(scheduler: Any, state: Mapping[str, Any], path: str = "") -> dict[s
         for key, value in state.items()
         if key in _COMPUTED or key.strip("_") in arguments or key.strip("_").removesuffix("s") in arguments
     }
-    for index, inner in enumerate(getattr(scheduler, _INNER, ())):
-        states = state.get(_INNER, ())
+    for index, inner in enumerate(getattr(scheduler, SCHEDULERS_INSIDE, ())):
+        states = state.get(SCHEDULERS_INSIDE, ())
         if index < len(states):
-            found |= _options(inner, states[index], join(path, f"{_INNER}.{index}"))
+            found |= _options(inner, states[index], join(path, f"{SCHEDULERS_INSIDE}.{index}"))
     return found

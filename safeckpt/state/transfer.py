@@ -19,6 +19,7 @@ import torch
 from safeckpt.system.libc import linux_call
 from safeckpt.system.tensor_kind import is_plain
 from safeckpt.system.threads import in_threads
+from safeckpt.system.torch_private import copy_all
 
 __all__ = ["Reader", "Transfer", "fresh", "has_no_copy"]
 
@@ -64,7 +65,7 @@ class Transfer:
                 small[1].append(source)
         if small[0]:
             with torch.no_grad():
-                torch._foreach_copy_(*small, non_blocking=True)
+                copy_all(*small)
 
         def work() -> None:
             while pieces:

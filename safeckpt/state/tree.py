@@ -17,6 +17,7 @@ import torch
 
 from safeckpt.state.transfer import Transfer, fresh
 from safeckpt.system.tensor_kind import is_plain, span_of
+from safeckpt.system.torch_private import empty_per_channel, local_tensor_of
 
 __all__ = [
     "ENTER",
@@ -267,7 +268,7 @@ def copy_tree(tree: Any, transfer: Transfer | None = None, targets: Mapping[int,
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return what this process has in memory: of a sharded tensor its part, of any other all of it."""
-    return getattr(tensor, "_local_tensor", tensor)
+    return local_tensor_of(tensor)
 
 
 def cloned(tensor: torch.Tensor) -> torch.Tensor:
@@ -282,7 +283,7 @@ def cloned(tensor: torch.Tensor) -> torch.Tensor:
     if not t.is_quantized or t.qscheme() is not torch.per_channel_affine_float_qparams:
         return t.clone()
     # That scheme has no clone().
-    copied = torch._empty_per_channel_affine_quantized(
+    copied = empty_per_channel(
         t.size(),
         scales=t.q_per_channel_scales().clone(),
         zero_points=t.q_per_channel_zero_points().clone(),

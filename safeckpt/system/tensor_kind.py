@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from torch.nn.parameter import is_lazy
 
-from safeckpt.system.torch_private import is_transformed
+from safeckpt.system.torch_private import is_transformed, is_zero_tensor
 
 __all__ = ["TensorKind", "describe_missing_memory", "has_memory", "has_own_copies", "is_plain", "kind_of", "span_of"]
 
@@ -71,7 +71,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
         and not is_transformed(tensor)  # whose storage cannot even be asked for
         and not tensor.is_conj()
         and not tensor.is_neg()
-        and not tensor._is_zerotensor()
+        and not is_zero_tensor(tensor)
         and has_memory(tensor)
     )
 
@@ -96,7 +96,7 @@ def kind_of(tensor: torch.Tensor) -> TensorKind:
         return TensorKind.SPARSE
     if tensor.layout is not _STRIDED:
         return TensorKind.OPAQUE
-    if tensor._is_zerotensor():
+    if is_zero_tensor(tensor):
         return TensorKind.ZEROS
     if tensor.is_quantized:
         return TensorKind.QUANTIZED  # whose elements may be half a byte, while torch says one

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from safeckpt.errors import DamagedCheckpointError
+from safeckpt.system.torch_private import layout_named
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,7 +32,7 @@ _FAILURES: Final = (
 )  # fmt: skip
 _PLAIN: Final[dict[tuple[str, str], Any]] = {
     ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    ("torch.serialization", "_get_layout"): layout_named,
     ("pathlib", "PosixPath"): PurePosixPath,  # in what the engine itself has written
 }
 

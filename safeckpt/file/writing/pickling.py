@@ -24,11 +24,13 @@ from safeckpt.system.torch_private import (
     DTYPE_TO_STORAGE,
     STORAGE_CLASSES,
     allowed_globals,
+    has_backward_hooks,
     rebuild_from_type_v2,
     rebuild_parameter,
     rebuild_qtensor,
     rebuild_tensor_v2,
     rebuild_tensor_v3,
+    untyped_of,
 )
 
 if TYPE_CHECKING:
@@ -116,14 +118,14 @@ def _is_simple(tensor: torch.Tensor) -> bool:
         and (tensor.is_cpu or tensor.is_cuda)
         and tensor.dtype in _PLAIN_DTYPES
         and not tensor.__dict__
-        and not tensor._backward_hooks
+        and not has_backward_hooks(tensor)
     )
 
 
 def _of_storage(storage: torch.TypedStorage | torch.UntypedStorage) -> tuple[torch.UntypedStorage, View]:
     if isinstance(storage, torch.UntypedStorage):
         return storage, View(None, 1, 0, storage.nbytes())
-    untyped = storage._untyped_storage
+    untyped = untyped_of(storage)
     itemsize = storage.dtype.itemsize
     return untyped, View(storage.dtype, itemsize, 0, untyped.nbytes() // itemsize * itemsize)
 
@@ -142,7 +144,7 @@ def _rewrite(reduced: Any, change: Callable[[torch.UntypedStorage, View], tuple[
     storage, offset, size, stride, *rest = args
     itemsize = (rest[2] if function is rebuild_tensor_v3 else storage.dtype).itemsize
     untyped, dtype = (
-        (storage, None) if isinstance(storage, torch.UntypedStorage) else (storage._untyped_storage, storage.dtype)
+        (storage, None) if isinstance(storage, torch.UntypedStorage) else (untyped_of(storage), storage.dtype)
     )
     reach = 0 if 0 in size else 1 + sum((extent - 1) * step for extent, step in zip(size, stride, strict=True))
     storage, offset = change(untyped, View(dtype, itemsize, offset * itemsize, (offset + reach) * itemsize))

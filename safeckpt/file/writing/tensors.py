@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 
 from safeckpt.system.tensor_kind import TensorKind, describe_missing_memory, has_memory, is_plain, kind_of
-from safeckpt.system.torch_private import BYTES_DTYPES, DTYPE_TO_STORAGE, validate_compressed, validate_coo
+from safeckpt.system.torch_private import BYTES_DTYPES, DTYPE_TO_STORAGE, coo_parts, validate_compressed, validate_coo
 
 __all__ = ["why_unsavable"]
 
@@ -60,7 +60,7 @@ def _why_sparse(tensor: torch.Tensor) -> tuple[str, str] | None:
     by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
     parts: list[Any]
     if coo:
-        parts = [tensor._indices(), tensor._values()]
+        parts = [*coo_parts(tensor)]
     elif by_row:
         parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     else:
