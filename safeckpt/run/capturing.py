@@ -98,7 +98,11 @@ class Capturer:
         run.timeline.check_save(step)
         self._refuse_replaced()
         metrics = checked_metrics(metrics)
-        gradients = self._gradients_of(step)
+        gradients = self._captured_gradients()
+        if self._is_interrupted(step):
+            gradients = {}  # its batches come again, and their gradients with them
+        else:
+            self._assign_batches(step, between_micro_steps=bool(gradients))
         snapshot = capture(run.components, gradients=gradients)
         verdict = self._baseline.check(snapshot.parts, self._guard)
         verdict.bad.extend(self._gradients.check(gradients, self._guard))
@@ -185,18 +189,23 @@ class Capturer:
         for loader in self._loaders:
             loader.end_step(step)
 
-    def _gradients_of(self, step: int) -> Mapping[str, torch.Tensor]:
-        """Return the gradients to save with a step, and let the loaders know which of their batches belong to it."""
+    def _ends(self, step: int) -> bool:
+        """Return whether a save ends a step, which no `end_step` has done before."""
         timeline = self._run.timeline
-        gradients = self._captured_gradients()
-        if step > timeline.step or not timeline.has_progress:
+        return step > timeline.step or not timeline.has_progress
+
+    def _is_interrupted(self, step: int) -> bool:
+        """Return whether the last step is saved while the next one has begun and an exception has come in between."""
+        has_begun = any(loader.since_step for loader in self._loaders)
+        return not self._ends(step) and has_begun and sys.exception() is not None  # in an `except` or `finally`
+
+    def _assign_batches(self, step: int, *, between_micro_steps: bool) -> None:
+        """Let the loaders know which of the batches handed out are trained in what is saved."""
+        if self._ends(step):
             self.end_loader_step(step)
-        elif sys.exception() is not None and any(loader.since_step for loader in self._loaders):
-            return {}  # an interrupted step: its batches come again, and their gradients with them
-        elif gradients:
-            for loader in self._loaders:  # between two micro-steps: the batches of these gradients are trained
+        elif between_micro_steps:
+            for loader in self._loaders:
                 loader.end_micro_step()
-        return gradients
 
     def _captured_gradients(self) -> Mapping[str, torch.Tensor]:
         if self._grads is False:
