@@ -79,10 +79,10 @@ def _split(payload: Mapping[str, Any], name: str) -> tuple[Any, dict[Any, Any]]:
 
 def _pieces(payload: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is compared with rank 0's, by name; those with `=` have to be equal."""
-    own = payload[RESERVED_KEY]
-    local = {name: grad for name, grad in own["gradients"].items() if not hasattr(grad, "to_local")}
-    found: dict[str, Any] = {"environment": own["environment"], "gradients": local}
-    for name, record in own["components"].items():
+    reserved = payload[RESERVED_KEY]
+    local = {name: grad for name, grad in reserved["gradients"].items() if not hasattr(grad, "to_local")}
+    found: dict[str, Any] = {"environment": reserved["environment"], "gradients": local}
+    for name, record in reserved["components"].items():
         state, other = _split(payload, name)
         replicated = record["kind"] in _REPLICATED
         found[f"={name}" if replicated else f"state {name}"] = state
@@ -117,11 +117,13 @@ def _without_shards(piece: Any) -> Any:
 
 def replica_layouts(payload: Mapping[str, Any]) -> dict[str, str]:
     """Return dtype and shape of every tensor in what is replicated, by name: the same on every rank."""
-    own = payload[RESERVED_KEY]
+    reserved = payload[RESERVED_KEY]
     found = {
-        join("gradient", name): layout for name, layout in layouts_of(own["gradients"]) if layout.startswith(SHARDED)
+        join("gradient", name): layout
+        for name, layout in layouts_of(reserved["gradients"])
+        if layout.startswith(SHARDED)
     }
-    for name, record in own["components"].items():
+    for name, record in reserved["components"].items():
         if record["kind"] in _REPLICATED:
             found[name] = record["kind"]
             found.update((join(name, key), layout) for key, layout in layouts_of(payload[name]))
@@ -321,13 +323,13 @@ def payload_of_rank(
         )
         raise StateMismatchError(mismatches=[reason], path=path)
     result = dict(payload)
-    own = result[RESERVED_KEY] = {key: value for key, value in saved.items() if key not in _OF_THE_WORLD}
+    reserved = result[RESERVED_KEY] = {key: value for key, value in saved.items() if key not in _OF_THE_WORLD}
     if 0 < rank < world:
         mine = saved["ranks"][rank - 1] if read is None else unpack_rank_state(read(rank_key(rank)), rank, path)
-        _overlay(result, own, mine)
+        _overlay(result, reserved, mine)
     elif rank >= world:
-        own["rng"] = RngStreams.capture()
-        records = own["components"] = dict(own["components"])
+        reserved["rng"] = RngStreams.capture()
+        records = reserved["components"] = dict(reserved["components"])
         for name, component in components.items():
             if name in records and records[name]["kind"] == "generator" == component.kind:
                 live = component.capture()
@@ -335,13 +337,13 @@ def payload_of_rank(
     return result, [] if world == size else [_changed(world, size)]
 
 
-def _overlay(result: dict[str, Any], own: dict[str, Any], mine: Mapping[str, Any]) -> None:
-    own["rng"] = mine["rng"]
-    own["environment"] = mine.get("environment", own["environment"])
+def _overlay(result: dict[str, Any], reserved: dict[str, Any], mine: Mapping[str, Any]) -> None:
+    reserved["rng"] = mine["rng"]
+    reserved["environment"] = mine.get("environment", reserved["environment"])
     if "gradients" in mine:  # also where it has none and rank 0 has one; the parts of sharded ones are place holders
-        sharded = {name: grad for name, grad in own["gradients"].items() if not isinstance(grad, torch.Tensor)}
-        own["gradients"] = {**sharded, **mine["gradients"]}
-    own["components"] = {**own["components"], **mine.get("records", {})}
+        sharded = {name: grad for name, grad in reserved["gradients"].items() if not isinstance(grad, torch.Tensor)}
+        reserved["gradients"] = {**sharded, **mine["gradients"]}
+    reserved["components"] = {**reserved["components"], **mine.get("records", {})}
     result.update(mine.get("states", {}))
     for name, buffers in mine.get("buffers", {}).items():
         state = result[name].copy()

@@ -32,10 +32,10 @@ CAPTURED = frozenset(FIRST_TO_BLAME) | SOFT
 def captured_leaves(components: Mapping[str, Component]) -> dict[str, Leaf]:
     """Return everything that a checkpoint would hold now, and the gradients, by dotted name. Changes nothing."""
     snapshot = capture(components)
-    own = snapshot.payload[RESERVED_KEY]
+    reserved = snapshot.payload[RESERVED_KEY]
     found = {name: leaf(kind, value) for name, kind, value in named_values(snapshot.parts)}
     found |= {name: one._replace(shown=_POSITION) for name, one in found.items() if one.kind == STREAM}
-    for stream, state in own["rng"].items():
+    for stream, state in reserved["rng"].items():
         if stream == "devices":
             for kind, states in state.items():
                 for index, one in enumerate(states):

@@ -141,7 +141,7 @@ class Catalog:
         if known is not None and known[0] == identity:
             return known[1]
         with _opened(path) as file:
-            checkpoint = _described(file, step, path)
+            checkpoint = _checkpoint_in(file, step, path)
         _remember(self._seen, path, (identity, checkpoint))
         return checkpoint
 
@@ -155,7 +155,7 @@ class Catalog:
         """
         path = self.files.path_of(step)
         with _opened(path) as file:
-            yield file, _verified(file, step, path, part=part, parts=parts, progress=self._progress)
+            yield file, _verified_in(file, step, path, part=part, parts=parts, progress=self._progress)
 
     def is_good(self, step: int) -> bool:
         """Tell whether every byte of a step's file is as it was written; what cannot be read is not known to be."""
@@ -360,7 +360,7 @@ def _remember(cache: OrderedDict[Path, Any], path: Path, entry: tuple[_Identity,
         cache.popitem(last=False)
 
 
-def _described(file: OpenCheckpoint, step: int, path: Path) -> Checkpoint:
+def _checkpoint_in(file: OpenCheckpoint, step: int, path: Path) -> Checkpoint:
     file.check_structure()
     header = file.header()
     if header is None:
@@ -373,11 +373,11 @@ def _described(file: OpenCheckpoint, step: int, path: Path) -> Checkpoint:
     return checkpoint
 
 
-def _verified(
+def _verified_in(
     file: OpenCheckpoint, step: int, path: Path, *, part: int = 0, parts: int = 1, progress: Progress | None = None
 ) -> Checkpoint:
     """Return the checkpoint in an open file after checking every byte of it, or of its shards one of equal parts."""
-    checkpoint = _described(file, step, path)
+    checkpoint = _checkpoint_in(file, step, path)
     if isinstance(file, CheckpointFolder):
         file.verify(part, parts, progress=progress)
     else:
@@ -388,7 +388,7 @@ def _verified(
 def _passes(path: Path, step: int) -> bool:
     try:
         with _opened(path) as file:
-            _verified(file, step, path)
+            _verified_in(file, step, path)
     except LoadError:
         return False
     return True

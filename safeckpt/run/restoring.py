@@ -529,20 +529,20 @@ class Restorer:
 
 def _is_equal(saved: Plan, captured: Mapping[str, Any]) -> bool:
     """Return whether a state that was read is the captured one, bit for bit."""
-    own = captured[RESERVED_KEY]
+    reserved = captured[RESERVED_KEY]
     before = {component.name: (part.state, part.record) for component, part in saved.parts}
     ended = {component.name for component, part in saved.parts if _has_ended_epoch(component.obj, part.state)}
     records = {
         name: {key: value for key, value in record.items() if key != "kind"}
-        for name, record in own["components"].items()
+        for name, record in reserved["components"].items()
     }
     now = {name: (captured[name], records[name]) for name in records}
     return before.keys() == now.keys() and all(
         holds_same(one, other)
         for one, other in (
             *((before[name], now[name]) for name in now if name not in ended),
-            (saved.rng, own["rng"]),
-            (saved.gradients, own["gradients"]),
+            (saved.rng, reserved["rng"]),
+            (saved.gradients, reserved["gradients"]),
         )
     )
 

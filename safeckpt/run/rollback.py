@@ -28,7 +28,7 @@ class _Answer(NamedTuple):
     arguments: dict[str, Any]
 
 
-def _agree(answers: list[_Answer]) -> Refusal:
+def _failing_of_rank_zero(answers: list[_Answer]) -> Refusal:
     refuse_differences([answer.arguments for answer in answers])
     return answers[0].failing
 
@@ -54,7 +54,7 @@ class Rollback:
         checked_int("max_rollbacks", most, least=1)
         run, group = self._run, self._run.group
         changes = changed or bool(skip_batches)
-        with group.section("rolling back", _agree) as section:
+        with group.section("rolling back", _failing_of_rank_zero) as section:
             left_out = self._batches_to_leave_out(skip_batches)
             section.answer = _Answer(
                 failing=self._check_possible(changes=changes, most=most),

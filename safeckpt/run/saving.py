@@ -227,25 +227,25 @@ class Saver:
             raise StepExistsError(step=step, path=run.directory.files.path_of(step))
         with group.section(f"{what}: describing it", first_answer) as section:
             if group.is_rank_zero:
-                section.answer = self._describe(draft.checkpoint)
+                section.answer = self._update_header(draft.checkpoint)
         checkpoint: Checkpoint = section.result
         return dataclasses.replace(checkpoint, path=run.directory.files.path_of(step))
 
-    def _describe(self, new: Checkpoint) -> Checkpoint:
-        """Record a loss and metrics with the newest checkpoint. On rank 0."""
+    def _update_header(self, new: Checkpoint) -> Checkpoint:
+        """Put a new loss and new metrics into the header of the newest checkpoint. On rank 0."""
         run = self._run
         current = run.directory.catalog.peek(new.step)
-        described = dataclasses.replace(
+        updated = dataclasses.replace(
             current,
             loss=current.loss if new.loss is None else new.loss,
             metrics={**current.metrics, **new.metrics},
         )
-        if described == current:
+        if updated == current:
             return current
         run.directory.enter()
-        rewrite_header(described, run.directory)
+        rewrite_header(updated, run.directory)
         run.directory.catalog.remember_verdict(new.step)
-        run.directory.add_event("described", new.step, loss=described.loss, metrics=dict(described.metrics))
+        run.directory.add_event("described", new.step, loss=updated.loss, metrics=dict(updated.metrics))
         self._pruning.prune(new.step)
         if run.directory.mirror is not None:
             run.directory.mirror.described(new.step)

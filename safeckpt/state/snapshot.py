@@ -57,7 +57,7 @@ def capture(components: Mapping[str, Component], *, gradients: Mapping[str, torc
     reshard(components)  # first of all: optimizers find the names of their parameters in the modules
     with RngStreams.untouched() as rng:
         captured = {name: component.capture() for name, component in components.items()}
-    own = {
+    reserved = {
         "components": {name: {"kind": components[name].kind, **one.record} for name, one in captured.items()},
         "ties": _ties(captured),
         _RNG: rng,
@@ -65,7 +65,7 @@ def capture(components: Mapping[str, Component], *, gradients: Mapping[str, torc
         "gradients": dict(gradients or {}),
     }
     payload = {name: one.state for name, one in captured.items()}
-    payload[RESERVED_KEY] = own
+    payload[RESERVED_KEY] = reserved
     return Snapshot(payload, [(components[name], one) for name, one in captured.items()])
 
 
@@ -223,18 +223,18 @@ def plan(
         ValueError: A name in `keep_live` is no hyper-parameter, or one in `fresh` is neither component nor entry.
     """
     reshard(components)
-    own = payload[RESERVED_KEY]
+    reserved = payload[RESERVED_KEY]
     fresh_entries = _entries_by_component(fresh)
     _refuse_unknown_fresh(fresh_entries, components)
-    wanted = [name for name in _wanted(components, own["components"], only, fresh, path) if name not in fresh]
-    is_partial = only is not None and not set(own["components"]) <= set(only)
-    rng = own[_RNG] if only is None or _RNG in only else None
+    wanted = [name for name in _wanted(components, reserved["components"], only, fresh, path) if name not in fresh]
+    is_partial = only is not None and not set(reserved["components"]) <= set(only)
+    rng = reserved[_RNG] if only is None or _RNG in only else None
     found: list[str] = []
     parts: list[tuple[Component, Captured]] = []
     transfer = Transfer(read)
     with RngStreams.untouched():
         for name in wanted:
-            record = own["components"][name]
+            record = reserved["components"][name]
             component = components[name]
             if record["kind"] != component.kind:
                 found.append(f"{name}: saved as a {record['kind']}, the live object is a {component.kind}")
@@ -249,8 +249,8 @@ def plan(
             parts.append((component, captured))
         if rng is not None:
             found += RngStreams.check(rng)
-        found += _check_ties(own["ties"], parts)
-        found += _check_gradients(own["gradients"], parts)
+        found += _check_ties(reserved["ties"], parts)
+        found += _check_gradients(reserved["gradients"], parts)
         if is_partial:
             found += _check_drivers([component for component, _ in parts], components)
         if found:
@@ -258,8 +258,8 @@ def plan(
         parts = _keep_live(parts, keep_live)
         replaced = [line for component, captured in parts for line in component.replaced(captured)]
         notices = [line for component, captured in parts for line in component.notices(captured)]
-    changed = differences(own["environment"]) if rng is not None else []
-    return Plan(parts, rng, own["gradients"], replaced, changed, notices)
+    changed = differences(reserved["environment"]) if rng is not None else []
+    return Plan(parts, rng, reserved["gradients"], replaced, changed, notices)
 
 
 def _wanted(

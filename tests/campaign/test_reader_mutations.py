@@ -200,6 +200,6 @@ def test_renamed_checkpoint_gets_in_where_its_step_is_not_compared(left_out, mon
     """A file under the name of another step is a good one by every byte of it."""
     outcome = Outcome("", figures={"harmless": 0})
     if left_out:
-        change(monkeypatch, catalog._described, "if checkpoint.step != step:", "if False:")
+        change(monkeypatch, catalog._checkpoint_in, "if checkpoint.step != step:", "if False:")
     damage_class.by_manager(tmp_path / "run", 0, damage_class.random.Random(0), outcome)
     assert outcome.clean == (not left_out)
