@@ -146,8 +146,8 @@ class Catalog:
         return checkpoint
 
     @contextlib.contextmanager
-    def open_step(self, step: int, *, part: int = 0, parts: int = 1) -> Iterator[tuple[OpenCheckpoint, Checkpoint]]:
-        """Open a checkpoint and verify every byte, or of the shards of a directory one of `parts` equal parts.
+    def open_step(self, step: int, *, share: int = 0, shares: int = 1) -> Iterator[tuple[OpenCheckpoint, Checkpoint]]:
+        """Open a checkpoint and verify every byte, or of the shards of a directory one of `shares` equal shares.
 
         Raises:
             LoadError: It is not good.
@@ -155,7 +155,7 @@ class Catalog:
         """
         path = self.files.path_of(step)
         with _opened(path) as file:
-            yield file, _verified_in(file, step, path, part=part, parts=parts, progress=self._progress)
+            yield file, _verified_in(file, step, path, share=share, shares=shares, progress=self._progress)
 
     def is_good(self, step: int) -> bool:
         """Tell whether every byte of a step's file is as it was written; what cannot be read is not known to be."""
@@ -173,10 +173,10 @@ class Catalog:
             return False
         return known[1]
 
-    def is_good_part(self, step: int, part: int, parts: int) -> bool:
-        """Tell whether one of some equal parts of a sharded checkpoint is good."""
+    def is_good_share(self, step: int, share: int, shares: int) -> bool:
+        """Tell whether one of some equal shares of a sharded checkpoint is good."""
         try:
-            with self.open_step(step, part=part, parts=parts):
+            with self.open_step(step, share=share, shares=shares):
                 return True
         except (LoadError, OSError):
             return False
@@ -374,12 +374,12 @@ def _checkpoint_in(file: OpenCheckpoint, step: int, path: Path) -> Checkpoint:
 
 
 def _verified_in(
-    file: OpenCheckpoint, step: int, path: Path, *, part: int = 0, parts: int = 1, progress: Progress | None = None
+    file: OpenCheckpoint, step: int, path: Path, *, share: int = 0, shares: int = 1, progress: Progress | None = None
 ) -> Checkpoint:
-    """Return the checkpoint in an open file after checking every byte of it, or of its shards one of equal parts."""
+    """Return the checkpoint in an open file after checking every byte of it, or of its shards one of equal shares."""
     checkpoint = _checkpoint_in(file, step, path)
     if isinstance(file, CheckpointFolder):
-        file.verify(part, parts, progress=progress)
+        file.verify(share, shares, progress=progress)
     else:
         file.verify(progress=progress)
     return checkpoint

@@ -1,6 +1,6 @@
 """Restoring: find the checkpoint, check all of it, and only then change the first object.
 
-Several processes restore the same step: the newest one that every one of them can read. Each part is a section that
+Several processes restore the same step: the newest one that every one of them can read. Each of these is a section that
 all ranks pass, or none does::
 
     looking for a checkpoint -> reading it -> reading its shards -> applying it
@@ -365,7 +365,7 @@ class Restorer:
             filling.answer = self._fill(found, path, is_named=wanted.step is not None)
         if filling.result is not None:
             return filling.result
-        self._run.directory.catalog.remember_verdict(step)  # every part of it was read by some rank
+        self._run.directory.catalog.remember_verdict(step)  # every share of it was read by some rank
         return found
 
     def _read_here(self, step: int, wanted: Wanted, opened: contextlib.ExitStack) -> Good | Bad | Gone:
@@ -373,7 +373,7 @@ class Restorer:
         catalog, group = self._run.directory.catalog, self._run.group
         is_named = wanted.step is not None
         try:
-            file, checkpoint = opened.enter_context(catalog.open_step(step, part=group.rank, parts=group.size))
+            file, checkpoint = opened.enter_context(catalog.open_step(step, share=group.rank, shares=group.size))
         except (LoadError, OSError) as error:
             return fault_of(error, is_named=is_named)
         try:

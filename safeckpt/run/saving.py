@@ -317,7 +317,7 @@ class Saver:
         catalog = self._run.directory.catalog
         for step in steps:
             with group.section(f"{what}: verifying step {step}", all) as section:
-                section.answer = catalog.is_good_part(step, group.rank, group.size)
+                section.answer = catalog.is_good_share(step, group.rank, group.size)
             if group.is_rank_zero:
                 catalog.remember_verdict(step, good=section.result)
 

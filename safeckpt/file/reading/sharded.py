@@ -212,12 +212,12 @@ class CheckpointFolder(Opened):
         except (KeyError, TypeError, ValueError) as error:
             raise self._damaged("its index does not say what belongs to it", INDEX) from error
 
-    def verify(self, part: int = 0, parts: int = 1, *, progress: Progress | None = None) -> FileReport:
+    def verify(self, share: int = 0, shares: int = 1, *, progress: Progress | None = None) -> FileReport:
         """Check every byte.
 
         Args:
-            part: Which of the files: those of one of `parts` equal parts. The index is always checked.
-            parts: How many ranks share the work.
+            share: Which of the files: those of one of `shares` equal shares. The index is always checked.
+            shares: How many ranks share the work.
             progress: Called with bytes done and bytes in all as the check goes on; at its end with both equal.
 
         Raises:
@@ -228,7 +228,7 @@ class CheckpointFolder(Opened):
         """
         report = self.index.verify()
         shards = self.shards()
-        self._check(shards[part::parts], progress)
+        self._check(shards[share::shares], progress)
         self.check_structure()
         return FileReport(
             path=self.path,
