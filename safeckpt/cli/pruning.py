@@ -29,17 +29,17 @@ def prune(
     yes: bool,
 ) -> int:
     """Delete the checkpoints that no rule keeps, after every one that stays was verified."""
-    directory = CheckpointDirectory(path)
+    files = CheckpointDirectory(path)
     if dry_run:
-        return _prune(screen, directory, _policies(directory, keep_last, keep_every, keep_best), dry_run=True, yes=True)
+        return _prune(screen, files, _policies(files, keep_last, keep_every, keep_best), dry_run=True, yes=True)
     with WriterLock(path, 0):
-        return _prune(screen, directory, _policies(directory, keep_last, keep_every, keep_best), dry_run=False, yes=yes)
+        return _prune(screen, files, _policies(files, keep_last, keep_every, keep_best), dry_run=False, yes=yes)
 
 
 def _policies(
-    directory: CheckpointDirectory, keep_last: int, keep_every: str | None, keep_best: Sequence[str]
+    files: CheckpointDirectory, keep_last: int, keep_every: str | None, keep_best: Sequence[str]
 ) -> list[Policy]:
-    catalog = Catalog(directory)
+    catalog = Catalog(files)
     policies: list[Policy] = [KeepLast(keep_last)]
     if keep_every is not None:
         interval = parse_interval(keep_every)
@@ -67,15 +67,15 @@ def _created_at(catalog: Catalog, step: int) -> dt.datetime | None:
         return None
 
 
-def _prune(screen: Screen, directory: CheckpointDirectory, policies: list[Policy], *, dry_run: bool, yes: bool) -> int:
-    steps = directory.steps()
-    sizes = {step: size_of(directory.path_of(step)) for step in steps}
+def _prune(screen: Screen, files: CheckpointDirectory, policies: list[Policy], *, dry_run: bool, yes: bool) -> int:
+    steps = files.steps()
+    sizes = {step: size_of(files.path_of(step)) for step in steps}
     with screen.progress(sum(sizes.values())) as progress:
 
         def is_good(step: int) -> bool:
             """Check every byte: what stays has to be worth more than what goes."""
             progress.update(progress.task_ids[0], description=f"step {step}")
-            good: bool = verified(directory.path_of(step))["good"]
+            good: bool = verified(files.path_of(step))["good"]
             progress.advance(progress.task_ids[0], sizes[step])
             return good
 
@@ -84,13 +84,13 @@ def _prune(screen: Screen, directory: CheckpointDirectory, policies: list[Policy
     if doomed and not dry_run and not yes:
         screen.line(_listed(doomed, stays, sizes))
         click.confirm("Delete?", abort=True)
-    deleted = [] if dry_run else [step for step in doomed if directory.remove(step)]
+    deleted = [] if dry_run else [step for step in doomed if files.remove(step)]
     if deleted:
-        directory.events.append("pruned", steps=deleted, by="command line")
+        files.events.append("pruned", steps=deleted, by="command line")
     if screen.as_json:
         screen.json(
             {
-                "directory": directory.path,
+                "directory": files.path,
                 "dry_run": dry_run,
                 "deleted": deleted,
                 "would_delete": doomed,

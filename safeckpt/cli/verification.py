@@ -69,8 +69,8 @@ def _files_of(path: Path) -> list[Path]:
     refuse_shard(path)
     if not path.is_dir() or is_folder(path):
         return [path]
-    directory = CheckpointDirectory(path)
-    found = [directory.path_of(step) for step in directory.steps()] + [aside.path for aside in directory.asides()]
+    files = CheckpointDirectory(path)
+    found = [files.path_of(step) for step in files.steps()] + [aside.path for aside in files.asides()]
     if not found:
         raise click.ClickException(f"{path} holds no checkpoint")
     return found

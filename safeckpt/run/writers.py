@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -137,7 +138,7 @@ class FileWriter:
         with _refusing(self._refuse, self.checkpoint.step):
             self._files.commit_step(
                 self.checkpoint.step,
-                lambda f: prepared.write(f, self._progress),
+                functools.partial(prepared.write, progress=self._progress),
                 check=prepared.check,
                 size_bytes=prepared.size_bytes,
             )
