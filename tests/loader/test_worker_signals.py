@@ -50,9 +50,16 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_stop_signal_to_the_group_lets_the_step_end(tmp_path, context, number):
+@pytest.mark.parametrize(
+    ("number", "context"),
+    [
+        (signal.SIGTERM, "fork"),
+        (signal.SIGUSR1, "fork"),
+        (signal.SIGTERM, "spawn"),
+        pytest.param(signal.SIGUSR1, "spawn", marks=pytest.mark.slow),  # its workers import torch four times
+    ],
+)
+def test_stop_signal_to_the_group_lets_the_step_end(tmp_path, number, context):
     """Workers leave the signal to their parent, which trains the step to its end, saves it, and ends with them."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
