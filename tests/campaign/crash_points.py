@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.campaign.outcome import Outcome, Scale, scratch
-from tests.campaign.stories import STORIES, Promise, Story, check_afterwards
 from tests.crash.disk_model import Content, Disk
+from tests.crash.stories import STORIES, Promise, Story, check_afterwards
 from tests.faults import Operation, Recorder, contents, intercept
 
 _MOST = {"fast": (90, 8), "full": (2_000, 64)}  # disks for each story, combinations of names for each crash

@@ -16,8 +16,7 @@ from typing import Any
 import safeckpt
 from tests import children
 from tests.campaign.outcome import Outcome, Scale, quiet, scratch
-from tests.campaign.stories import STORIES, Promise, Story, check_afterwards
-from tests.crash.scenarios import new_run, set_state
+from tests.crash.stories import STORIES, Promise, Story, check_afterwards, new_run, set_state
 from tests.faults import Fault, Operation, Recorder, descriptor_count, intercept
 from tests.manager.helpers import checkpoint_files, manager_of, steps_in, temps_in
 

@@ -20,8 +20,7 @@ import torch
 import safeckpt
 from safeckpt import CheckpointManager
 from tests.campaign.outcome import Outcome, Scale, alone, scratch
-from tests.campaign.stories import state_of
-from tests.crash.scenarios import new_run, set_state
+from tests.crash.stories import new_run, set_state, state_in
 from tests.faults import Interrupt, Tracing, descriptor_count, intercept
 from tests.manager.helpers import manager_of, steps_in, temps_in
 from tests.training import Marked
@@ -232,7 +231,7 @@ class _Kind:
         run = _new_run()
         with manager_of(manager.directory, run) as reader:
             reader.restore()
-        assert state_of(run) == ((newest.step, 1) if newest else (0, 0))
+        assert state_in(run) == ((newest.step, 1) if newest else (0, 0))
 
 
 class _Save(_Kind):

@@ -24,8 +24,7 @@ import safeckpt
 from safeckpt import CheckpointManager
 from tests.campaign.crash_points import SuccessRecorder, recorded
 from tests.campaign.outcome import Outcome, Scale, WrongBitsError, alone, scratch
-from tests.campaign.stories import STORIES, Promise, State, Story, check_afterwards, state_of
-from tests.crash.scenarios import new_run, set_state
+from tests.crash.stories import STORIES, Promise, State, Story, check_afterwards, new_run, set_state, state_in
 from tests.faults import Operation, in_child, intercept
 from tests.manager.helpers import flip, manager_of, step_path, steps_in, temps_in
 from tests.training import Marked
@@ -173,7 +172,7 @@ def _check(path: Path, allowed: frozenset[State], where: str, outcome: Outcome) 
         with manager_of(path, run) as manager, warnings.catch_warnings():
             warnings.simplefilter("ignore", safeckpt.SkippedCheckpointWarning)  # files are damaged on purpose
             manager.restore()
-        found = state_of(run)
+        found = state_in(run)
     except WrongBitsError as error:
         outcome.let_in(f"{where}: {error}")
     except Exception as error:
@@ -311,7 +310,7 @@ class _Writer:
         self._say = say
         self._number = death.first_number
         self._asynchronous = death.async_save
-        self._safe: State = state_of(run)
+        self._safe: State = state_in(run)
         self._pending: State | None = None  # a save in the background
 
     def act(self) -> None:
@@ -357,7 +356,7 @@ class _Writer:
         with contextlib.suppress(safeckpt.NonFiniteError):
             self._manager.save(step)
         self._manager.rollback(changed=True, max_rollbacks=10**6)
-        assert state_of(self._run) == self._safe
+        assert state_in(self._run) == self._safe
 
     def _damage(self) -> None:
         """Damage the newest checkpoint, as a disk might, and roll back to the one before it."""
@@ -370,7 +369,7 @@ class _Writer:
         self._safe = good[-2]
         self._say(now=[self._safe])
         self._manager.rollback(changed=True, max_rollbacks=10**6)
-        assert state_of(self._run) == self._safe
+        assert state_in(self._run) == self._safe
 
     def _rewind(self) -> None:
         """Go back to the older one of two checkpoints and save on another timeline."""

@@ -18,8 +18,7 @@ import safeckpt
 from safeckpt import Best
 from safeckpt.store import names
 from tests.campaign.outcome import Outcome, Scale, alone, quiet, scratch
-from tests.campaign.stories import state_of
-from tests.crash.scenarios import new_run, set_state
+from tests.crash.stories import new_run, set_state, state_in
 from tests.faults import descriptor_count
 from tests.manager.helpers import manager_of, steps_in
 
@@ -62,8 +61,8 @@ def _run(scale: Scale, seed: int) -> Outcome:
                     acts["refusals"] += 1
                     manager.rollback(changed=True, max_rollbacks=9)
                     acts["rollbacks"] += 1
-                    if state_of(run) != (step, number):
-                        outcome.lose(f"save {number}: rolled back to {state_of(run)}")
+                    if state_in(run) != (step, number):
+                        outcome.lose(f"save {number}: rolled back to {state_in(run)}")
                 if number % 35 == 0:
                     manager.wait()
                     manager.restore(steps_in(path)[-2])  # what was above it is set aside, until it is outrun
@@ -75,8 +74,8 @@ def _run(scale: Scale, seed: int) -> Outcome:
         found = new_run()
         with manager_of(path, found) as manager:
             manager.restore()
-        if state_of(found) != state_of(run):
-            outcome.lose(f"in the end {state_of(found)} is restored, the run was at {state_of(run)}")
+        if state_in(found) != state_in(run):
+            outcome.lose(f"in the end {state_in(found)} is restored, the run was at {state_in(run)}")
     outcome.figures = acts | {"at the ends of the windows": windows}
     _compare(windows, _SAVES[scale], outcome)
     return outcome

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from tests import children
+from tests.crash.stories import WrongBitsError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,10 +38,6 @@ CLASSES: tuple[str, ...] = (
 )  # modules beside this one, in the order of the report
 
 Scale = Literal["fast", "full"]  # fast: part of the test run, a minute at most; full: as many as README.md here says
-
-
-class WrongBitsError(Exception):
-    """What was restored is no state that was saved."""
 
 
 class FoundError(Exception):

@@ -22,8 +22,7 @@ import torch
 
 import safeckpt
 from tests.campaign.outcome import Outcome, Scale, alone, scratch
-from tests.campaign.stories import state_of
-from tests.crash.scenarios import new_run, set_state
+from tests.crash.stories import new_run, set_state, state_in
 from tests.faults import Operation, intercept
 from tests.manager.helpers import manager_of, steps_in
 
@@ -93,8 +92,8 @@ def save_in_between(path: Path, ask: str, number: int, outcome: Outcome) -> None
             return
         outcome.tried += 1
         if ask.startswith("restore") and found is not None:
-            if state_of(run) != (found.step, 1):
-                outcome.let_in(f"{where}: {state_of(run)} instead of step {found.step}")
+            if state_in(run) != (found.step, 1):
+                outcome.let_in(f"{where}: {state_in(run)} instead of step {found.step}")
             saved = steps_in(path)
             set_state(run, 3, 1)
             with contextlib.suppress(safeckpt.DirectoryInUseError):
@@ -253,7 +252,7 @@ def _read(say: Say, path: Path) -> None:
                 assert step >= newest, f"step {step} after step {newest}"
                 newest = step
                 if look == manager.restore:
-                    assert state_of(run) == ((step, 1) if step else (0, 0))
+                    assert state_in(run) == ((step, 1) if step else (0, 0))
             say("read")
 
 

@@ -1,8 +1,9 @@
-"""What a run does to its directory while the faults of the campaign happen, and what is promised at each point."""
+"""What a run does to its directory while faults happen, and what is promised at each point."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import shutil
 import warnings
@@ -11,15 +12,70 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import safeckpt
 from safeckpt import Best, CheckpointManager
 from safeckpt.store import names
-from tests.campaign.outcome import WrongBitsError
-from tests.crash.scenarios import NEXT, SCENARIOS, Scenario, new_run, new_state, set_state, state_in
-from tests.manager.helpers import checkpoint_files, manager_of, step_path, steps_in, temps_in
+from tests.comparing import bits
+from tests.faults import Operation, intercept
+from tests.manager.helpers import checkpoint_files, flip, manager_of, step_path, steps_in, temps_in
 from tests.training import Marked
 
 State = tuple[int, int]  # step and timeline; (0, 0) for a run without a checkpoint
+
+NEXT = 70  # the step that is saved after a fault
+
+_NOISE = 2_000  # elements, so that a checkpoint has some pages
+
+
+class WrongBitsError(Exception):
+    """What was restored is no state that was saved."""
+
+
+def set_state(run: Marked, step: int, timeline: int = 0) -> None:
+    """Give the run the state of a step: every bit of it, the random stream too, depends on step and timeline."""
+    seed = 1_000_003 * step + timeline
+    torch.manual_seed(seed)
+    run.step = step
+    run.weight.timeline.fill_(timeline)
+    run.weight.noise.copy_(torch.randn(_NOISE, generator=torch.Generator().manual_seed(seed)))
+
+
+def new_state(run: Marked, step: int) -> None:
+    """Give the run a state of this step that can be told from the old timeline's of the same step."""
+    set_state(run, step, 1)
+
+
+def new_run() -> Marked:
+    run = Marked()
+    run.weight.register_buffer("timeline", torch.zeros(()))
+    run.weight.register_buffer("noise", torch.zeros(_NOISE))
+    return run
+
+
+def state_in(run: Marked) -> State:
+    """Return which state a run is in: all of it has to be of one step and timeline, bit for bit.
+
+    Raises:
+        WrongBitsError: It is a state that was never saved.
+    """
+    try:
+        found = run.step, int(run.weight.timeline)
+    except AssertionError as error:
+        raise WrongBitsError(str(error)) from None
+    if found != (0, 0) and (bits(run.weight.noise), bits(torch.get_rng_state())) != _expected(*found):
+        raise WrongBitsError(f"not the bits, or not the random stream, of step {found[0]} on timeline {found[1]}")
+    return found
+
+
+@functools.lru_cache(maxsize=50)
+def _expected(step: int, timeline: int) -> tuple[Any, Any]:
+    run, rng = new_run(), torch.get_rng_state()
+    set_state(run, step, timeline)
+    found = bits(run.weight.noise), bits(torch.get_rng_state())
+    torch.set_rng_state(rng)
+    return found
 
 
 class Promise:
@@ -46,6 +102,11 @@ class Promise:
     def after(self, operations: int) -> frozenset[State]:
         """Return what may be found when the process ended after so many operations."""
         return next(states for position, states in reversed(self._entries) if position <= operations)
+
+    @property
+    def ever(self) -> frozenset[State]:
+        """Every state that may be found at some time."""
+        return frozenset().union(*(states for _, states in self._entries))
 
 
 @dataclass(frozen=True)
@@ -88,6 +149,28 @@ class Story:
     def manager(self, path: Path) -> tuple[CheckpointManager, Marked]:
         run = new_run()
         return manager_of(path, run, **{"keep_last": 2, **self.options}), run
+
+    def operations(self, path: Path) -> tuple[list[tuple[str, bool]], Promise]:
+        """Let it happen; return the kind of each of the store's operations and whether it succeeds, and the promise."""
+        found: list[tuple[str, bool]] = []
+
+        def note(operation: Operation, call: Callable[[], Any]) -> Any:
+            found.append((operation.kind, False))
+            result = call()
+            found[-1] = (operation.kind, True)
+            return result
+
+        promise = Promise(self.first, lambda: len(found))
+        manager, run = self.manager(path)
+        with manager:
+            self.ready(manager, run)
+            with intercept(note):
+                self.tell(manager, run, promise)
+        return found, promise
+
+    def retold(self, manager: CheckpointManager, run: Marked) -> None:
+        """Let it happen where the promise is known already."""
+        self.tell(manager, run, Promise(self.first, lambda: 0))
 
     @property
     def first(self) -> State:
@@ -144,13 +227,26 @@ def _refuse_and_roll_back(manager: CheckpointManager, run: Marked, promise: Prom
     _save(manager, run, promise, 5)
 
 
-def _of_scenario(scenario: Scenario) -> Story:
-    def tell(manager: CheckpointManager, run: Marked, promise: Promise) -> None:
-        promise.begin(*scenario.allowed)
-        scenario.run(manager, run)
-        promise.end(scenario.done)
+def _damage_the_newest(manager: CheckpointManager, run: Marked) -> None:
+    manager.restore()
+    flip(step_path(manager.directory, 3))
 
-    return Story(scenario.name, scenario.steps, scenario.ready, tell, damaged=scenario.name == "rollback")
+
+def _roll_back_and_save(manager: CheckpointManager, run: Marked, promise: Promise) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", safeckpt.SkippedCheckpointWarning)
+        manager.rollback(changed=True)
+    _save(manager, run, promise, 3)
+
+
+def _go_back(manager: CheckpointManager, run: Marked) -> None:
+    manager.restore(1)
+
+
+def _save_on_another_timeline(manager: CheckpointManager, run: Marked, promise: Promise) -> None:
+    # Highest first: what a crash leaves of the old timeline are steps that were saved one after the other.
+    promise.begin((2, 0), (1, 0))
+    _save(manager, run, promise, 2)
 
 
 def _leave_as_the_dead_do(path: Path) -> None:
@@ -165,7 +261,10 @@ def _leave_as_the_dead_do(path: Path) -> None:
 
 
 _ALL = [
-    *map(_of_scenario, SCENARIOS.values()),
+    Story("first", (), _restore, functools.partial(_save, step=1)),
+    Story("save and prune", (1, 2, 3), _restore, functools.partial(_save, step=4)),
+    Story("rollback", (1, 2, 3), _damage_the_newest, _roll_back_and_save, damaged=True),
+    Story("rewind", (1, 2, 3), _go_back, _save_on_another_timeline),
     Story("one is kept", (3,), _restore, _save_some, {"keep_last": 1}),
     Story(
         "the best is kept", (1, 2, 3), _restore, _end_steps,
@@ -197,7 +296,7 @@ def check_afterwards(path: Path, story: Story, allowed: frozenset[State], before
         if story.damaged:
             warnings.simplefilter("ignore", safeckpt.SkippedCheckpointWarning)
         restored = manager.restore()
-        found = state_of(run)
+        found = state_in(run)
         assert found in allowed, f"found {found}, allowed {sorted(allowed)}, in the directory {steps_in(path)}"
         assert (0 if restored is None else restored.step) == found[0]
         if found == story.first:  # nothing newer: nothing older may have gone either
@@ -210,16 +309,6 @@ def check_afterwards(path: Path, story: Story, allowed: frozenset[State], before
         latest = manager.latest()
         assert latest is not None
         assert latest.step == NEXT
+        assert latest == manager.checkpoints()[-1]
+        assert safeckpt.load(step_path(path, NEXT))["counters"] == {"step": NEXT}
     return found
-
-
-def state_of(run: Marked) -> State:
-    """Return what a restore gave.
-
-    Raises:
-        WrongBitsError: It was never saved.
-    """
-    try:
-        return state_in(run)
-    except AssertionError as error:
-        raise WrongBitsError(str(error)) from None
