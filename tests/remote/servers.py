@@ -1,6 +1,6 @@
 """Real servers of object stores on the loopback address, each a process of its own; what is not installed is skipped.
 
-No emulator of Google Cloud Storage is among them: those that can be had know its JSON interface, and obstore speaks XML.
+No emulator of Google Cloud Storage is among them: those that can be had know its JSON interface, obstore speaks XML.
 """
 
 from __future__ import annotations
