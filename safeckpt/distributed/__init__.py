@@ -7,6 +7,7 @@ from safeckpt.distributed.rank_state import (
     differing_names,
     digests_of,
     drifted_ranks,
+    first_of_stages,
     have_own_gradients,
     pack_rank_state,
     payload_of_rank,
@@ -29,11 +30,14 @@ from safeckpt.distributed.shards import (
     read_shards,
     replace_local_parts,
     shards_of,
+    with_placeholders,
     write_shards,
 )
+from safeckpt.distributed.stages import Names, refuse_left_over, united
 
 __all__ = [
     "Group",
+    "Names",
     "PlanCache",
     "Ranks",
     "ShardTensors",
@@ -44,6 +48,7 @@ __all__ = [
     "drifted_ranks",
     "extract_shards",
     "first_answer",
+    "first_of_stages",
     "group_of_this_process",
     "have_own_gradients",
     "holds_same",
@@ -57,11 +62,14 @@ __all__ = [
     "ranks_hold_parts",
     "read_shards",
     "refuse_differences",
+    "refuse_left_over",
     "refuse_parts",
     "replace_local_parts",
     "replica_fingerprints",
     "replica_layouts",
     "shards_of",
+    "united",
+    "with_placeholders",
     "with_world",
     "write_shards",
 ]

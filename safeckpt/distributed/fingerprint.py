@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,6 @@ __all__ = [
     "holds_same",
     "joined",
     "layout_of",
-    "layouts_of",
 ]
 
 SHARDED = "sharded "  # with what the layout of such a tensor begins
@@ -74,13 +73,6 @@ def joined(items: Iterable[tuple[str, str]]) -> str:
     for name, text in sorted(items):
         digest.update(f"{name}\0{text}\0".encode(errors="backslashreplace"))
     return digest.hexdigest()
-
-
-def layouts_of(tree: Any) -> Iterator[tuple[str, str]]:
-    """Yield (dotted name, layout) of every tensor."""
-    for name, leaf in named_leaves(tree):
-        if isinstance(leaf, torch.Tensor):
-            yield name, layout_of(leaf)
 
 
 def fingerprints(tree: Any) -> dict[str, str]:

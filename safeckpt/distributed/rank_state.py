@@ -14,15 +14,16 @@ by itself: the index does not grow with the ranks. One process alone writes neit
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 
-from safeckpt.distributed.fingerprint import SHARDED, exact_digest_of, fingerprints, joined, layout_of, layouts_of
+from safeckpt.distributed.fingerprint import SHARDED, exact_digest_of, fingerprints, joined, layout_of
+from safeckpt.distributed.stages import Names, stage_of, without_others
 from safeckpt.errors import DamagedCheckpointError, StateMismatchError, UnsavableStateError, listed
-from safeckpt.file import encode, open_file, write_file
-from safeckpt.state import RESERVED_KEY, Component
+from safeckpt.file import encode, iter_placeholders, open_file, write_file
+from safeckpt.state import RESERVED_KEY, Component, capture
 from safeckpt.state.random_streams import RngStreams
 from safeckpt.state.tree import join, map_tensors, named_tensors
 
@@ -30,6 +31,7 @@ __all__ = [
     "differing_names",
     "digests_of",
     "drifted_ranks",
+    "first_of_stages",
     "have_own_gradients",
     "pack_rank_state",
     "payload_of_rank",
@@ -44,8 +46,10 @@ __all__ = [
 
 _PACKED_BYTES = 4096  # a multiple of it: numbers that grow must not give the tensor another shape at each save
 _LENGTH_BYTES = 8
+_OF_A_FILE = b"PK\x03\x04"  # a length of that many bytes there cannot be
 
-_OF_THE_WORLD = frozenset({"world_size", "own_gradients", "ranks"})
+_STAGE = "stage"
+_OF_THE_WORLD = frozenset({"world_size", "own_gradients", "ranks", _STAGE})
 # Ranks that train one model hold equal states of these; of everything else each may have its own.
 _REPLICATED = frozenset({"module", "optimizer", "scheduler", "scaler"})
 _LOSS = "prev_loss"  # of L-BFGS, in the state of its first parameter
@@ -95,18 +99,25 @@ def _pieces(payload: Mapping[str, Any]) -> dict[str, Any]:
 def digests_of(payload: Mapping[str, Any]) -> dict[str, str]:
     """Return a digest for every piece of a captured payload that may differ between ranks.
 
-    Beside the pieces: under `#` which tensors there are in what is replicated.
+    Beside the pieces: which tensors there are in what is replicated, under `#` the plain ones and under `#` with the
+    stage the sharded ones; and the stage itself.
 
     Cost:
         Two to five passes over the tensors that more than one rank has, and one of SHA-256 over what ranks may have of
         their own.
     """
-    found = {
-        name: joined(fingerprints(piece).items()) if name[0] == "=" else exact_digest_of(_without_shards(piece))
-        for name, piece in _pieces(payload).items()
-    }
-    found.update((name, joined(fingerprints(shards).items())) for name, shards in _copies_of_shards(payload).items())
-    found["#"] = joined(replica_layouts(payload).items())
+    stage = stage_of(payload)
+    found = {_STAGE: stage}
+    for name, piece in _pieces(payload).items():
+        if name[0] == "=":  # ranks of another stage have no copies of it
+            found[f"{name} {stage}"] = joined(fingerprints(piece).items())
+        else:
+            found[name] = exact_digest_of(_without_shards(piece))
+    for place, shards in _copies_of_shards(payload).items():
+        found[f"{place} {stage}"] = joined(fingerprints(shards).items())
+    layouts = replica_layouts(payload, stage)
+    found["#"] = joined((name, layout) for name, layout in layouts.items() if not layout.startswith(SHARDED))
+    found[f"# {stage}"] = joined((name, layout) for name, layout in layouts.items() if layout.startswith(SHARDED))
     return found
 
 
@@ -115,18 +126,25 @@ def _without_shards(piece: Any) -> Any:
     return map_tensors(piece, lambda tensor: layout_of(tensor) if hasattr(tensor, "to_local") else tensor)
 
 
-def replica_layouts(payload: Mapping[str, Any]) -> dict[str, str]:
-    """Return dtype and shape of every tensor in what is replicated, by name: the same on every rank."""
+def replica_layouts(payload: Mapping[str, Any], stage: str) -> dict[str, str]:
+    """Return dtype and shape of every tensor in what is replicated, by name: the same on every rank.
+
+    Sharded ones are the same on every rank of a stage. An optimizer's small values are left out: they are compared by
+    value, and go where the parameter's name goes.
+    """
     reserved = payload[RESERVED_KEY]
-    found = {
-        join("gradient", name): layout
-        for name, layout in layouts_of(reserved["gradients"])
-        if layout.startswith(SHARDED)
-    }
+    found: dict[str, str] = {}
+    tensors = [(join("gradient", name), one) for name, one in reserved["gradients"].items() if hasattr(one, "to_local")]
     for name, record in reserved["components"].items():
         if record["kind"] in _REPLICATED:
             found[name] = record["kind"]
-            found.update((join(name, key), layout) for key, layout in layouts_of(payload[name]))
+            tensors += [
+                (key, one)
+                for key, one in named_tensors(payload[name], name)
+                if record["kind"] != "optimizer" or hasattr(one, "to_local") or one.numel() > 1
+            ]
+    for name, tensor in tensors:
+        found[f"{name} @{stage[:8]}" if hasattr(tensor, "to_local") else name] = layout_of(tensor)
     return found
 
 
@@ -137,7 +155,17 @@ def have_own_gradients(digests: list[dict[str, str]]) -> bool:
 
 def ranks_hold_parts(digests: list[dict[str, str]]) -> bool:
     """Tell whether ranks have different tensors in what is replicated: no copies, but parts of something."""
-    return len({one["#"] for one in digests}) > 1
+    seen: dict[str, str] = {}
+    layouts = [(name, digest) for one in digests for name, digest in one.items() if name[0] == "#"]
+    return any(seen.setdefault(name, digest) != digest for name, digest in layouts)
+
+
+def first_of_stages(digests: list[dict[str, str]]) -> list[int]:
+    """Return, of each stage that ranks hold, the first rank that holds it."""
+    first: dict[str, int] = {}
+    for rank, one in enumerate(digests):
+        first.setdefault(one[_STAGE], rank)
+    return list(first.values())
 
 
 def refuse_parts(names: list[str]) -> None:
@@ -146,6 +174,7 @@ def refuse_parts(names: list[str]) -> None:
     Args:
         names: Of the tensors that not every rank has.
     """
+    names = [name.partition(" @")[0] for name in names] or ["a sharded tensor"]
     raise UnsavableStateError(
         location=names[0],
         type_name="part of a model that is another on each rank",
@@ -223,6 +252,8 @@ def rank_state_of(payload: Mapping[str, Any], digests: Mapping[str, str], first:
     """
     mine = payload[RESERVED_KEY]
     own: dict[str, Any] = {"rng": mine["rng"]}
+    if digests[_STAGE] != first[_STAGE]:
+        own[_STAGE] = digests[_STAGE]
     for name, piece in _pieces(payload).items():
         if name.startswith("=") or digests[name] == first.get(name):
             continue
@@ -261,8 +292,9 @@ def unpack_rank_state(packed: torch.Tensor, rank: int, path: object) -> dict[str
         DamagedCheckpointError: It is something else.
     """
     data = packed.numpy().tobytes()
-    end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
-    with open_file(io.BytesIO(data[_LENGTH_BYTES:end])) as file:
+    if not data.startswith(_OF_A_FILE):  # else it is of a release that wrote no length
+        data = data[_LENGTH_BYTES : _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")]
+    with open_file(io.BytesIO(data)) as file:
         file.verify()
         state = file.load("cpu")
     if not isinstance(state, dict) or not isinstance(state.get("rng"), dict):
@@ -271,7 +303,12 @@ def unpack_rank_state(packed: torch.Tensor, rank: int, path: object) -> dict[str
 
 
 def with_world(
-    payload: Mapping[str, Any], size: int, *, own_gradients: bool, rank_states: list[dict[str, Any]] | None = None
+    payload: Mapping[str, Any],
+    size: int,
+    *,
+    own_gradients: bool,
+    stage: str,
+    rank_states: list[dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Return the payload of a checkpoint of several ranks.
 
@@ -279,10 +316,13 @@ def with_world(
         payload: That of rank 0.
         size: How many ranks there are.
         own_gradients: Whether the ranks have different gradients.
+        stage: That of rank 0.
         rank_states: What each rank has otherwise, in the order of the ranks; None where each writes its own.
     """
     world: dict[str, Any] = {"world_size": size, "own_gradients": own_gradients}
-    if rank_states is not None:
+    if rank_states is None:
+        world[_STAGE] = stage
+    else:
         world["ranks"] = rank_states[1:]
     return {**payload, RESERVED_KEY: {**payload[RESERVED_KEY], **world}}
 
@@ -295,8 +335,10 @@ def payload_of_rank(
     *,
     path: object,
     read: Callable[[str], torch.Tensor] | None = None,
-) -> tuple[dict[str, Any], list[str]]:
-    """Return the payload as one rank restores it, and what is not as it was because of another number of ranks.
+) -> tuple[dict[str, Any], list[str], Names]:
+    """Return the payload as one rank restores it, what is not as it was because of another number of ranks, and names.
+
+    The names are those of what this rank has not and others have, unless none does: see `refuse_left_over`.
 
     A rank that was there when it was saved has its own streams, positions and records back. One that was not takes
     rank 0's, but keeps the random streams and private generators that its script has made: with those of rank 0 two
@@ -311,7 +353,8 @@ def payload_of_rank(
         read: Returns the tensor under a key of a directory; None for a file.
 
     Raises:
-        StateMismatchError: Each rank had gradients of its own, which are for that number of ranks only.
+        StateMismatchError: Each rank had gradients of its own, which are for that number of ranks only; or shards in
+            an object of its own, which are for that stage only.
         DamagedCheckpointError: The state of this rank cannot be read.
     """
     saved = payload[RESERVED_KEY]
@@ -322,19 +365,46 @@ def payload_of_rank(
             f"{size}; restore a step after which nothing was accumulated, or with {world} ranks"
         )
         raise StateMismatchError(mismatches=[reason], path=path)
-    result = dict(payload)
+    result, left_out = dict(payload), Names()
     reserved = result[RESERVED_KEY] = {key: value for key, value in saved.items() if key not in _OF_THE_WORLD}
+    mine: dict[str, Any] = {}
     if 0 < rank < world:
         mine = saved["ranks"][rank - 1] if read is None else unpack_rank_state(read(rank_key(rank)), rank, path)
+    if size > 1:
+        live = capture(components).payload
+        result, left_out = without_others(result, live)
+        reserved = result[RESERVED_KEY]
+        stage = mine.get(_STAGE, saved.get(_STAGE))
+        if stage is not None and stage != stage_of(live):
+            mine = mine and {**mine, "records": _records_but(mine, reserved["components"], {"module", "optimizer"})}
+            _refuse_sharded({**result, **mine.get("states", {})}, reserved["components"], path)
+        elif _STAGE in mine:  # the state is numbered as the whole one is
+            mine = {**mine, "records": _records_but(mine, reserved["components"], {"optimizer"})}
+    if mine:
         _overlay(result, reserved, mine)
-    elif rank >= world:
+    if rank >= world:
         reserved["rng"] = RngStreams.capture()
         records = reserved["components"] = dict(reserved["components"])
         for name, component in components.items():
             if name in records and records[name]["kind"] == "generator" == component.kind:
-                live = component.capture()
-                result[name], records[name] = live.state, {"kind": component.kind, **live.record}
-    return result, [] if world == size else [_changed(world, size)]
+                captured = component.capture()
+                result[name], records[name] = captured.state, {"kind": component.kind, **captured.record}
+    return result, [] if world == size else [_changed(world, size)], left_out
+
+
+def _records_but(mine: Mapping[str, Any], records: Mapping[str, Any], kinds: Collection[str]) -> dict[str, Any]:
+    return {name: one for name, one in mine.get("records", {}).items() if records[name]["kind"] not in kinds}
+
+
+def _refuse_sharded(states: Mapping[str, Any], records: Mapping[str, Any], path: object) -> None:
+    """Refuse shards in objects of which nobody but the rank that saved them knows the parts."""
+    found = [
+        f"{name}: it holds shards of another stage than this rank has now"
+        for name, record in records.items()
+        if record["kind"] not in _REPLICATED and any(iter_placeholders({name: states[name]}, path))
+    ]
+    if found:
+        raise StateMismatchError(mismatches=found, path=path)
 
 
 def _overlay(result: dict[str, Any], reserved: dict[str, Any], mine: Mapping[str, Any]) -> None:

@@ -37,6 +37,7 @@ __all__ = [
     "read_shards",
     "replace_local_parts",
     "shards_of",
+    "with_placeholders",
     "write_shards",
 ]
 
@@ -142,6 +143,11 @@ def _without(tree: Any, keys: Mapping[int, str], shards: ShardTensors) -> Any:
         return holder
 
     return map_tensors(tree, place_holder)
+
+
+def with_placeholders(tree: Any, shards: ShardTensors) -> Any:
+    """Return containers with placeholders for those of their tensors that are among the shards."""
+    return _without(tree, {id(tensor): key for key, tensor in shards.items()}, dict(shards))
 
 
 def allocate_placeholders(

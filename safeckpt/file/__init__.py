@@ -18,7 +18,13 @@ if TYPE_CHECKING:
         shard_of_bytes,
     )
     from safeckpt.file.reading.source import Part, source_of
-    from safeckpt.file.reading.whole_tensors import SHARD_KEY, Placeholder, ShardTensorReader, placeholder_of
+    from safeckpt.file.reading.whole_tensors import (
+        SHARD_KEY,
+        Placeholder,
+        ShardTensorReader,
+        iter_placeholders,
+        placeholder_of,
+    )
     from safeckpt.file.trailer import FORMAT_VERSION
     from safeckpt.file.writing.encoding import encode
     from safeckpt.file.writing.write import PreparedFile, WrittenFile, prepare, write_file, write_joined
@@ -43,6 +49,7 @@ else:
             "WrittenFile": "safeckpt.file.writing.write",
             "encode": "safeckpt.file.writing.encoding",
             "is_folder": "safeckpt.file.reading.sharded",
+            "iter_placeholders": "safeckpt.file.reading.whole_tensors",
             "open_checkpoint": "safeckpt.file.reading.sharded",
             "open_file": "safeckpt.file.reading.checkpoint_file",
             "placeholder_of": "safeckpt.file.reading.whole_tensors",
@@ -73,6 +80,7 @@ __all__ = [
     "WrittenFile",
     "encode",
     "is_folder",
+    "iter_placeholders",
     "open_checkpoint",
     "open_file",
     "placeholder_of",

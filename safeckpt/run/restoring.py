@@ -20,6 +20,7 @@ import torch
 
 from safeckpt.distributed import (
     Group,
+    Names,
     ShardTensors,
     allocate_placeholders,
     as_local_shards,
@@ -29,6 +30,7 @@ from safeckpt.distributed import (
     payload_of_rank,
     read_shards,
     refuse_differences,
+    refuse_left_over,
     shards_of,
 )
 from safeckpt.errors import (
@@ -81,6 +83,7 @@ class Good:
         header: That of the file.
         is_whole: Whether all components of the checkpoint are in the plan.
         is_resized: Whether the run had another number of processes.
+        left_out: What this rank has not, and others may have.
         mapped: The file that the plan reads from.
     """
 
@@ -93,6 +96,7 @@ class Good:
     header: Mapping[str, Any]
     is_whole: bool
     is_resized: bool
+    left_out: Names
     mapped: Mapped
 
 
@@ -161,6 +165,14 @@ def _first_fault(answers: list[Gone | Bad | None]) -> Gone | Bad | None:
         if answer is not None:
             return answer
     return None
+
+
+def _first_fault_or_rest(path: Path, answers: list[tuple[Gone | Bad | None, Names]]) -> Gone | Bad | None:
+    """Return what is wrong on the first rank that has found something; refuse what every rank has left out."""
+    fault = _first_fault([one for one, _ in answers])
+    if fault is None:
+        refuse_left_over(frozenset.intersection(*(names for _, names in answers)), path)
+    return fault
 
 
 class Restorer:
@@ -361,8 +373,10 @@ class Restorer:
         if reading.result is not None:
             return reading.result
         assert isinstance(found, Good)  # nothing is wrong on any rank
-        with group.section(f"reading the shards of step {step}", _first_fault) as filling:
-            filling.answer = self._fill(found, path, is_named=wanted.step is not None)
+        with group.section(
+            f"reading the shards of step {step}", functools.partial(_first_fault_or_rest, path)
+        ) as filling:
+            filling.answer = self._fill(found, path, is_named=wanted.step is not None), found.left_out
         if filling.result is not None:
             return filling.result
         self._run.directory.catalog.remember_verdict(step)  # every share of it was read by some rank
@@ -403,7 +417,7 @@ class Restorer:
             read = (
                 functools.partial(file.read_tensor, dtype=torch.uint8) if isinstance(file, CheckpointFolder) else None
             )
-            payload, changes = payload_of_rank(
+            payload, changes, left_out = payload_of_rank(
                 payload, run.components, group.rank, group.size, path=file.path, read=read
             )
             shards: ShardTensors = {}
@@ -434,6 +448,7 @@ class Restorer:
             header=header,
             is_whole=is_whole,
             is_resized=bool(changes),
+            left_out=left_out,
             mapped=mapped,
         )
 

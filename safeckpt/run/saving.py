@@ -25,6 +25,7 @@ from safeckpt.distributed import (
     differing_names,
     drifted_ranks,
     first_answer,
+    first_of_stages,
     have_own_gradients,
     pack_rank_state,
     rank_key,
@@ -33,6 +34,8 @@ from safeckpt.distributed import (
     refuse_parts,
     replica_fingerprints,
     replica_layouts,
+    united,
+    with_placeholders,
     with_world,
 )
 from safeckpt.errors import NonFiniteError, ReplicaDriftError, ReplicaDriftWarning, StepExistsError, drift_text
@@ -61,6 +64,7 @@ class _Summary(NamedTuple):
         drifted: Ranks whose copies differ from those of the first rank that has them.
         hold_parts: Whether the ranks hold different tensors instead of copies.
         own_gradients: Whether the ranks have different gradients.
+        stages: The first rank of each stage of a model; rank 0 alone where all ranks hold the same.
     """
 
     checkpoint: Checkpoint
@@ -68,19 +72,21 @@ class _Summary(NamedTuple):
     drifted: list[int]
     hold_parts: bool
     own_gradients: bool
+    stages: list[int]
 
 
 def _summarize(answers: list[tuple[Checkpoint, dict[str, str]]]) -> _Summary:
     checkpoint, first = answers[0]
     digests = [answer for _, answer in answers]
     if len(answers) == 1:
-        return _Summary(checkpoint, first, [], hold_parts=False, own_gradients=False)
+        return _Summary(checkpoint, first, [], hold_parts=False, own_gradients=False, stages=[0])
     return _Summary(
         checkpoint,
         first,
         drifted_ranks(digests),
         hold_parts=ranks_hold_parts(digests),
         own_gradients=have_own_gradients(digests),
+        stages=first_of_stages(digests),
     )
 
 
@@ -90,10 +96,12 @@ class _RankState(NamedTuple):
     Attributes:
         state: What it has otherwise than rank 0, encoded.
         unread: On rank 0: older steps that have to be read before they count as good.
+        stage: Of the first rank of another stage than rank 0's: what it has of the model.
     """
 
     state: dict[str, Any]
     unread: list[int]
+    stage: dict[str, Any] | None
 
 
 def _unread_by_rank_zero(answers: list[_RankState]) -> list[int]:
@@ -259,7 +267,7 @@ class Saver:
 
     def _refuse_parts(self, group: Group, what: str, draft: Draft) -> None:
         with group.section(f"{what}: comparing parts", differing_names) as section:
-            section.answer = replica_layouts(draft.captured)
+            section.answer = replica_layouts(draft.captured, draft.digests["stage"])
         with group.section(f"{what}: refusing parts"):
             refuse_parts(section.result)
 
@@ -289,25 +297,32 @@ class Saver:
         with group.section(f"{what}: collecting rank states", _unread_by_rank_zero) as section:
             unread: list[int] = []
             state: dict[str, Any] = {}
+            is_first_of_stage = draft.is_sharded and group.rank in summary.stages[1:]
             if group.is_rank_zero:
                 run.directory.enter()
                 self._pruning.announce()
                 if draft.is_sharded:
                     unread = self._pruning.unread(draft.checkpoint.step)
             else:  # a copy: a view would be sent with all of the memory around it
-                state = copy_tree(to_cpu(rank_state_of(draft.captured, draft.digests, summary.digests)))
+                state = rank_state_of(draft.captured, draft.digests, summary.digests)
+                if draft.is_sharded:
+                    state = with_placeholders(state, draft.shards)
+                state = copy_tree(to_cpu(state))
                 if draft.is_sharded:
                     own_item = {rank_key(group.rank): pack_rank_state(state)}
                     draft, state = dataclasses.replace(draft, shards={**draft.shards, **own_item}), {}
-            section.answer = _RankState(encode(state, root="payload"), unread)
+            stage = draft.payload if is_first_of_stage else None
+            section.answer = _RankState(encode(state, root="payload"), unread, stage)
         if draft.is_sharded:
             self._verify_older(group, what, section.result)
         if group.size == 1 or not group.is_rank_zero:
             return draft
+        stages = [answer.stage for answer in section.answers if answer.stage is not None]
         payload = with_world(
-            draft.payload,
+            united([draft.payload, *stages]),
             group.size,
             own_gradients=summary.own_gradients,
+            stage=draft.digests["stage"],
             rank_states=None if draft.is_sharded else [answer.state for answer in section.answers],
         )
         return dataclasses.replace(draft, payload=payload)

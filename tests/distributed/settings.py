@@ -46,6 +46,10 @@ class Trained:
     step: Step
 
 
+def whole(tensor: Any) -> torch.Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
 def pair(function: Callable[[], Trained]) -> Callable[[], Trained]:
     PAIR[function.__name__] = function
     return function
@@ -60,7 +64,7 @@ def rank() -> int:
     return torch.distributed.get_rank()
 
 
-def _manager(components: dict[str, Any], path: Path, **options: Any) -> safeckpt.CheckpointManager:
+def manager_of(components: dict[str, Any], path: Path, **options: Any) -> safeckpt.CheckpointManager:
     return safeckpt.CheckpointManager(
         path, components, lock_timeout_seconds=5.0, ranks=safeckpt.Ranks(60.0, on_drift="error"), **options
     )
@@ -76,13 +80,13 @@ def _state(components: dict[str, Any]) -> dict[str, torch.Tensor]:
 def resumes(build: Callable[[], Trained], background: bool, path: Path) -> Any:
     """Train, save after step 3 and go on; build again, restore and go on from there; say what is not the same."""
     first = build()
-    with _manager(first.components, path, async_save=background, save_on_exit=False) as manager:
+    with manager_of(first.components, path, async_save=background, save_on_exit=False) as manager:
         for number in (1, 2, 3):
             first.step(number)
         manager.save(3)
         losses = [first.step(number) for number in (4, 5, 6)]
     again = build()
-    with _manager(again.components, path, save_on_exit=False) as manager:
+    with manager_of(again.components, path, save_on_exit=False) as manager:
         restored = manager.restore()
         assert restored is not None
         found = [again.step(number) for number in (4, 5, 6)]
@@ -776,3 +780,76 @@ def experts_on_their_own_mesh() -> Trained:
 
     own.register_hook(average)
     return squares(model, first, second)
+
+
+# -- stages and experts by name ----------------------------------------------------------------------------------------
+
+
+def stack(first: int = 0, last: int = 4, mesh: DeviceMesh | None = None, seed: int = 0) -> Any:
+    """Return layers of one model, sharded; under the names that they have in all of it."""
+    model: Any = Stack(first, last)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(seed)
+    for layer in model.layers.values():
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+@four
+def pipeline_stages() -> Trained:
+    mesh, stage = _mesh("stage", "data"), rank() // 2
+    model = stack(2 * stage, 2 * stage + 2, mesh["data"])
+    optimizer = adamw(model)
+    scheduler = cosine(optimizer)
+
+    def step(number: int) -> float:
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(10 * number + rank() % 2)
+        x, loss = torch.randn(5, 6, generator=generator), torch.zeros(())
+        if stage == 0:
+            y = model(x)
+            torch.distributed.send(y.detach(), rank() + 2)
+            gradient = torch.empty_like(y)
+            torch.distributed.recv(gradient, rank() + 2)
+            y.backward(gradient)
+            torch.distributed.recv(loss, rank() + 2)
+        else:
+            torch.distributed.recv(x, rank() - 2)
+            x.requires_grad_()
+            loss = (model(x) - 1).square().mean()
+            loss.backward()
+            torch.distributed.send(x.grad, rank() - 2)
+            torch.distributed.send(loss.detach(), rank() - 2)
+        optimizer.step()
+        scheduler.step()
+        return loss.item()
+
+    return Trained({"model": model, "optimizer": optimizer, "scheduler": scheduler}, step)
+
+
+class Routed(nn.Module):
+    """A part that all ranks share, and one expert of two."""
+
+    def __init__(self, expert: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.shared = Pair()
+        torch.manual_seed(1 + expert)
+        self.experts = nn.ModuleDict({str(expert): Pair()})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.shared(x)
+        for expert in self.experts.values():
+            x = expert(x)
+        return x
+
+
+@four
+def experts_by_name() -> Trained:
+    mesh = _mesh("expert", "data")
+    model: Any = Routed(rank() // 2)
+    for expert in model.experts.values():
+        fully_shard(expert, mesh=mesh["data"])
+    fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    return squares(model, adamw(model, foreach=False))

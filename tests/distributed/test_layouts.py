@@ -263,12 +263,16 @@ def test_copies_that_differ_at_the_first_save_are_an_error(seen: list[dict[str, 
 @case
 def parts_of_a_pipeline(path: Path) -> Any:
     found = {}
+    sharded = net()
+    if rank() == 1:
+        sharded.register_buffer("table", torch.zeros(3))
     stages = (nn.Sequential(nn.Linear(4, 4)), nn.ModuleDict({"head": nn.Linear(4, 2)}))
     mine = stages[rank()]
     kinds = {
         "other tensors": {"stage": mine},
         "other names": {f"stage{rank()}": mine},
         "one sharded": {"stage": net("fsdp" if rank() else "none")},
+        "one plain": {"stage": sharded},
     }
     for name, parts in kinds.items():
         with manager(path / name, parts) as one:
@@ -290,6 +294,7 @@ def test_parts_of_a_model_are_refused_and_wrapped_ones_saved(seen: list[dict[str
         for name, refused in found.items():
             assert refused["error"] == "UnsavableStateError", name
             assert "state_dict and load_state_dict" in refused["text"]
+        assert "stage.table" in found["one plain"]["text"]
         assert wrapped == {("0.weight", "head.weight")[number]: number + 5.0}
 
 

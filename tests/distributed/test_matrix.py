@@ -8,8 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
 
+import safeckpt
 from tests.distributed import groups, settings
+from tests.distributed.scenarios import outcome
 
 pytestmark = pytest.mark.slow
 
@@ -52,3 +56,100 @@ def test_setting_of_two_ranks_resumes_exactly(tmp_path: Path, names: tuple[str, 
 def test_setting_of_four_ranks_resumes_exactly(tmp_path: Path) -> None:
     """Meshes of two dimensions, tensor parallel, experts: the same."""
     _check(groups.results(4, _all, tmp_path, "FOUR", tuple(settings.FOUR)))
+
+
+# -- stages in other layouts -------------------------------------------------------------------------------------------
+
+
+def _stage(path: Path, stages: int, seed: int, step: int) -> Any:
+    """Restore on so many stages, and return what this rank has of the whole, by name; train if there is nothing yet."""
+    size = torch.distributed.get_world_size()
+    mesh = init_device_mesh("cpu", (stages, size // stages), mesh_dim_names=("stage", "data"))
+    first = torch.distributed.get_rank() // (size // stages) * (4 // stages)
+    model = settings.stack(first, first + 4 // stages, mesh["data"], seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    parts = {"model": model, "optimizer": optimizer}
+    with warnings.catch_warnings(), settings.manager_of(parts, path, save_on_exit=False) as manager:
+        warnings.simplefilter("ignore")
+        if manager.restore() is None:
+            for number in (1, 2):
+                x = torch.randn(5, 6, generator=torch.Generator().manual_seed(number))
+                model(x).square().mean().backward()
+                optimizer.step()
+        optimizer.zero_grad()
+        manager.save(step)
+        again = manager.save(step).step == step  # compared with what was written
+    found = {name: settings.whole(p) for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        found |= {f"{name}.{key}": settings.whole(value) for key, value in optimizer.state[p].items()}
+    return found, again
+
+
+def _alone(path: Path) -> Any:
+    model = settings.Stack()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with warnings.catch_warnings(), settings.manager_of({"model": model, "optimizer": optimizer}, path) as manager:
+        warnings.simplefilter("ignore")
+        manager.restore()
+    found = {name: p.detach() for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        found |= {f"{name}.{key}": value for key, value in optimizer.state[p].items()}
+    return found
+
+
+def test_stages_move_to_other_numbers_of_stages_and_ranks(tmp_path: Path) -> None:
+    """2 stages x 2 ranks -> 1 x 4 -> 4 x 1 -> 1 x 2 -> 2 x 1 -> one process: every tensor and moment, by name."""
+    wanted: dict[str, torch.Tensor] = {}
+    for step, (size, stages) in enumerate([(4, 2), (4, 1), (4, 4), (2, 1), (2, 2)], 1):
+        for found, again in groups.results(size, _stage, tmp_path, stages, step, step):
+            assert again
+            for name, tensor in found.items():
+                assert torch.equal(wanted.setdefault(name, tensor), tensor), (size, stages, name)
+        assert len(wanted) == 4 * 4 * 4
+    (found,) = groups.results(1, _alone, tmp_path)
+    assert found.keys() == wanted.keys()
+    assert [name for name in wanted if not torch.equal(wanted[name], found[name])] == []
+    loaded = safeckpt.load(tmp_path / "step-00000005")
+    assert all(torch.equal(wanted[name], tensor) for name, tensor in loaded["model"].items())
+
+
+def _surplus(path: Path) -> Any:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("stage", "data"))
+    rank = torch.distributed.get_rank()
+    parts = {"model": settings.stack(rank, rank + 1, mesh["data"])}
+    with settings.manager_of(parts, path) as manager:
+        return outcome(manager.restore)
+
+
+def test_stages_without_a_layer_are_refused(tmp_path: Path) -> None:
+    """What no rank has is not left out in silence; the error names it."""
+    groups.results(2, _stage, tmp_path, 2, 0, 1)
+    for found in groups.results(2, _surplus, tmp_path):
+        assert found["error"] in ("StateMismatchError", "ComponentMismatchError"), found
+
+
+def _averaged(path: Path) -> Any:
+    def built(stages: int, seed: int) -> dict[str, Any]:
+        mesh = init_device_mesh("cpu", (stages, 2 // stages), mesh_dim_names=("stage", "data"))
+        first = torch.distributed.get_rank() * (stages - 1) * 2
+        model = settings.stack(first, first + 4 // stages, mesh["data"], seed)
+        return {"model": model, "average": {name: p.detach().clone() for name, p in model.named_parameters()}}
+
+    saved, same, other = built(2, 1), built(2, 2), built(1, 3)
+    with settings.manager_of(saved, path) as manager:
+        manager.save(1)
+    with settings.manager_of(same, path) as manager:
+        restored = outcome(manager.restore)
+    with settings.manager_of(other, path) as manager:
+        refused = outcome(manager.restore)
+    wanted = saved["average"].items()
+    return restored, all(torch.equal(settings.whole(same["average"][k]), settings.whole(p)) for k, p in wanted), refused
+
+
+def test_shards_in_a_dict_of_a_stage_are_for_that_stage(tmp_path: Path) -> None:
+    """An average of each stage comes back to it; in other stages it is refused, and never half of it taken."""
+    for restored, equal, refused in groups.results(2, _averaged, tmp_path):
+        assert restored["error"] is None, restored
+        assert equal
+        assert refused["error"] == "StateMismatchError", refused
+        assert "average: it holds shards of another stage" in refused["text"]
