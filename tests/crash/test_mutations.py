@@ -247,9 +247,9 @@ def _look_once() -> None:
 
 def _write_live_memory() -> None:
     """Take a checksum of the live memory, and write it a moment later."""
-    snapshots: Any = importlib.import_module("safeckpt.file.writing.snapshots")
-    pieces = snapshots._pieces
-    snapshots._pieces = lambda *arguments: ((memory, True, look) for memory, _, look in pieces(*arguments))
+    copies: Any = importlib.import_module("safeckpt.file.writing.stable_copies")
+    pieces = copies._pieces
+    copies._pieces = lambda *arguments: ((memory, True, look) for memory, _, look in pieces(*arguments))
 
 
 def _put_nothing_back() -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from safeckpt.file.archive import Entry
-    from safeckpt.file.writing.snapshots import Content
+    from safeckpt.file.writing.stable_copies import Content
 
 __all__ = ["check_written"]
 

@@ -26,8 +26,8 @@ from safeckpt.file.trailer import TRAILER_BYTES, Trailer
 from safeckpt.file.writing.pickling import pickle_payload
 from safeckpt.file.writing.readback import check_written
 from safeckpt.file.writing.second_look import SecondLook
-from safeckpt.file.writing.snapshots import SMALL_BYTES, Snapshots, snapshot
 from safeckpt.file.writing.spans import StorageTypeConflictError
+from safeckpt.file.writing.stable_copies import SMALL_BYTES, StableCopies, stable_copy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from safeckpt.file.archive import Buffer, Entry
     from safeckpt.file.writing.pickling import Pickled
-    from safeckpt.file.writing.snapshots import Content
+    from safeckpt.file.writing.stable_copies import Content
     from safeckpt.system.threads import Progress
 
 __all__ = ["PreparedFile", "Writable", "WrittenFile", "header_bytes", "prepare", "write_file", "write_joined"]
@@ -237,16 +237,16 @@ class _Writer:
         self._small += bytes(-(self._digest.size_bytes + len(self._small)) % ALIGNMENT_BYTES)
         start = self._digest.size_bytes + len(self._small)
         records = list(zip(entries, contents, strict=False))
-        snapshots = Snapshots(self._pool, records, start)
+        copies = StableCopies(self._pool, records, start)
         second_look = SecondLook()
         for entry, content in records:
             if entry.size < SMALL_BYTES:
-                data = snapshot(content)
+                data = stable_copy(content)
                 if not isinstance(content, bytes):
                     second_look.add(content, data)
                 self._small_record(entry, data)
             else:
-                self._large_record(entry, snapshots)
+                self._large_record(entry, copies)
         second_look.finish()
         self._small_record(entries[-1], _serialization_id(entries))
         directory = archive.central_directory(entries)
@@ -264,13 +264,13 @@ class _Writer:
         entry.crc = crc32(data)
         self._put(archive.local_header(entry) + data + archive.descriptor(entry))
 
-    def _large_record(self, entry: Entry, snapshots: Snapshots) -> None:
+    def _large_record(self, entry: Entry, copies: StableCopies) -> None:
         self._put(archive.local_header(entry))
         self._flush()
         entry.crc = 0
         left = entry.size
         while left:
-            with snapshots.next() as (piece, crc):
+            with copies.next() as (piece, crc):
                 self._send(piece)
             left -= len(piece)
             self._digest.add_crc(crc, len(piece))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from safeckpt.file.archive import Entry
     from safeckpt.file.checksum import CrcPool, CrcTask, Look
 
-__all__ = ["SMALL_BYTES", "Content", "Snapshots", "snapshot"]
+__all__ = ["SMALL_BYTES", "Content", "StableCopies", "stable_copy"]
 
 Content: TypeAlias = bytes | Span
 
@@ -36,7 +36,7 @@ _PIECE_BYTES = 1 << 20  # divides CHUNK_BYTES
 _MOST_AHEAD = 3  # pieces: one is written, two are copied and checksummed; more would not stay in the cache
 
 
-def snapshot(content: Content) -> bytes:
+def stable_copy(content: Content) -> bytes:
     """Return a private copy of a small record."""
     if isinstance(content, bytes):
         return content
@@ -47,7 +47,7 @@ def snapshot(content: Content) -> bytes:
     return ctypes.string_at(_address(content) + content.low, content.nbytes)
 
 
-class Snapshots:
+class StableCopies:
     """Private copies of the pieces of large records, made and checksummed a little ahead in other threads.
 
     Args:
