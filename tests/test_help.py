@@ -255,6 +255,21 @@ def iterate_the_loader_inside(directory: Path) -> None:
                 manager.end_step(manager.step + 1)
 
 
+@provokes("after a resume such a loop begins anew")
+def keep_the_range(directory: Path) -> None:
+    train_in_a_range(directory)
+    train_in_a_range(directory)
+
+
+def train_in_a_range(directory: Path) -> None:
+    parts = components()
+    with manager_of(directory, parts) as manager:
+        manager.restore()
+        for _epoch in range(3):
+            for _ in parts["loader"]:
+                manager.end_step(manager.step + 1)
+
+
 @provokes("The notes differ from those of the run that saved")
 def start_another_seed_in_the_directory(directory: Path) -> None:
     for seed in (0, 1):

@@ -15,6 +15,7 @@ from safeckpt.errors import UncapturedStateWarning
 from safeckpt.loader.history import History
 from safeckpt.loader.passes import BeforeNext, Iteration, Mark, Pass
 from safeckpt.loader.source import Snapshot, Source
+from safeckpt.system.for_loops import enclosing_range_loop, is_asked_by_for_loop
 from safeckpt.system.warn import warn_caller
 
 __all__ = ["Position"]
@@ -179,7 +180,10 @@ class Position:
                         "still in the iterator that fetches ahead: leave the loop and iterate the loader again"
                     )
                 self._refuse_stale(iteration)
+            was_set = self._was_set and progress is None
             progress, snapshot = self._begun()
+            if was_set and self._body is None and progress.epoch and not progress.is_look:
+                self._warn_of_range(progress.epoch)
         if not progress.is_look:
             self._pass, self._iteration = progress, weakref.ref(iteration)
             self._was_set = self._cut = False
@@ -187,6 +191,17 @@ class Position:
         self.running, self._running_iteration = progress, weakref.ref(iteration)
         batches = self._source.begin(self.seed, progress.epoch, progress.next_number, snapshot, self.left_out)
         return progress, batches
+
+    def _warn_of_range(self, epoch: int) -> None:
+        """Warn where epochs are counted by a loop that begins anew though the position was restored."""
+        loop = enclosing_range_loop() if is_asked_by_for_loop() else None
+        if loop is not None and loop.passed != epoch:
+            warn_caller(
+                f"{loop.text.strip()} has {loop.passed} epochs behind it, and {self._name} was restored to epoch "
+                f"{epoch}: after a resume such a loop begins anew, and the run has more epochs than without. Write "
+                "for epoch in loader.epochs(n), with n for the whole run.",
+                UncapturedStateWarning,
+            )
 
     def _refuse_stale(self, iteration: Iteration | None) -> None:
         """Refuse to go on with batches that were taken before the position was restored, as a trainer that looks ahead.
