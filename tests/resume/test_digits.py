@@ -8,7 +8,8 @@ import time
 import pytest
 
 from tests.children import Child, run
-from tests.resume.digits import STEPS, recorded, train, unpack_digits
+from tests.digits import Digits
+from tests.resume.digits import STEPS, recorded, train
 
 KILLS = 20
 
@@ -24,7 +25,7 @@ KILLS = 20
 def test_digits_killed_twenty_times_end_bit_equal(tmp_path, workers, async_save):
     """Every loss and the final state of a run killed at twenty random moments equal those of the run never killed."""
     digits = tmp_path / "digits.pt"
-    unpack_digits(digits)
+    Digits.download(digits)
     straight = run(train, digits, None, tmp_path / "straight.jsonl", 0)
     expected = [loss for _, loss in recorded(tmp_path / "straight.jsonl")]
     assert len(expected) == STEPS

@@ -398,7 +398,7 @@ def test_step_costs_less_than_twenty_microseconds_of_python(memory_path: Path) -
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The digits as a file: importing scikit-learn takes longer than training on them."""
+    """The digits as a file."""
     path = tmp_path_factory.mktemp("digits") / "digits.pt"
     Digits.download(path)
     return path
