@@ -11,6 +11,7 @@ import torch
 
 from safeckpt.errors import NonFiniteError
 from safeckpt.file import CheckpointFile, FileReport, encode, open_checkpoint, prepare
+from safeckpt.remote import RemotePath, is_url, local_copy, verify_url
 from safeckpt.state.guard import selected_tensors
 from safeckpt.state.loss import Loss
 from safeckpt.state.nonfinite import scan
@@ -120,8 +121,8 @@ def load(
     registered types is ever built, and unless `verify=False` nothing is unpickled before the checksum matches.
 
     Args:
-        f: A path, or a readable and seekable object. The directory of a sharded checkpoint comes back as the same state
-            would from a file, with every tensor whole, in this one process.
+        f: A path, the URL of one in an object store, or a readable and seekable object. The directory of a sharded
+            checkpoint comes back as the same state would from a file, with every tensor whole, in this one process.
         map_location: Where the tensors go, as in torch. None: the device they were saved from; host memory for what
             was sharded.
         pickle_module: Accepted for compatibility; only None.
@@ -148,6 +149,9 @@ def load(
             f"weights_only={weights_only!r}: a file loaded that way can run any code. Register the types you trust "
             "with torch.serialization.add_safe_globals and load with weights_only=True"
         )
+    if is_url(f := _text_of(f)):
+        with local_copy(str(f)) as path:  # checked on its way; what is mapped stays when the copy is deleted
+            return load(path, map_location, mmap=mmap, verify=verify)
     with open_checkpoint(expand_user(f)) as opened:
         if isinstance(opened, CheckpointFile):
             if verify:
@@ -163,13 +167,18 @@ def load(
         return opened.load_whole(map_location)
 
 
+def _text_of(f: Any) -> Any:
+    """Return the path of something in a store as the URL that it is, anything else as it is."""
+    return str(f) if isinstance(f, RemotePath) else f
+
+
 def verify(path: str | os.PathLike[str], *, progress: Progress | None = None) -> FileReport:
     """Check every byte of a file and return what it is.
 
     Args:
-        path: A file that `save`, a `CheckpointManager` or plain `torch.save` wrote, or the directory of a sharded
-            checkpoint. A file of plain torch can be checked by its record CRCs only; the report then says
-            `self_proving=False`.
+        path: A file that `save`, a `CheckpointManager` or plain `torch.save` wrote, the directory of a sharded
+            checkpoint, or the URL of one in an object store. A file of plain torch can be checked by its record CRCs
+            only; the report then says `self_proving=False`.
         progress: Called with bytes done and bytes in all as the check goes on.
 
     Returns:
@@ -183,5 +192,7 @@ def verify(path: str | os.PathLike[str], *, progress: Progress | None = None) ->
     Cost:
         Reads the file once, at the speed of the disk or of CRC-32 on a few threads. Builds no tensor.
     """
+    if is_url(path := _text_of(path)):
+        return verify_url(str(path), progress)
     with open_checkpoint(expand_user(path)) as opened:
         return opened.verify(progress=progress)

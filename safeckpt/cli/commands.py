@@ -23,7 +23,8 @@ Exit codes:
   1  the answer is no: not exact, damaged, different, no checkpoint
   2  it could not be done: usage, no such file, directory held, no package
 
-Everything but prune and extract only reads, and works while a training run holds the directory.
+Everything but prune, fetch and extract only reads, and works while a training run holds the directory. A directory or
+a checkpoint may be the URL of one in an object store.
 
 \b
 Completion for bash (or zsh_source, fish_source), in its start file:
@@ -32,18 +33,32 @@ Completion for bash (or zsh_source, fish_source), in its start file:
 
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 _all = click.option("--all", "everything", is_flag=True, help="Print every value.")
-_directory = click.argument("directory", type=click.Path(exists=True, file_okay=False))
+
+
+class _PathOrURL(click.Path):
+    """A path that is there, or the URL of something in a store."""
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
+        from safeckpt.remote.options import is_url
+
+        return value if is_url(value) else super().convert(value, parameter, context)
+
+
+_directory = click.argument("directory", type=_PathOrURL(exists=True, file_okay=False))
 
 
 def _file(name: str) -> Callable[[Any], Any]:
-    return click.argument(name, type=click.Path(exists=True), callback=_one_checkpoint)
+    return click.argument(name, type=_PathOrURL(exists=True), callback=_one_checkpoint)
 
 
 def _one_checkpoint(_: click.Context, __: click.Parameter, path: str) -> str:
     """Refuse a directory that is not itself a checkpoint."""
     from safeckpt.cli.verification import refuse_shard
     from safeckpt.file import is_folder
+    from safeckpt.remote.options import is_url
 
+    if is_url(path):
+        return path
     refuse_shard(Path(path))
     if Path(path).is_dir() and not is_folder(path):
         raise click.BadParameter(f"{path} is a directory; name one checkpoint, `safeckpt list {path}` shows them.")
@@ -64,6 +79,11 @@ def run(arguments: Sequence[str]) -> int:
         return 2
     except click.Abort:
         error_line("Aborted; nothing was changed.")
+        return 2
+    except ImportError as error:
+        if "safeckpt[cloud]" not in str(error):
+            raise
+        error_line(str(error))
         return 2
     except SafeckptError as error:
         error_line(str(error))
@@ -116,7 +136,7 @@ def show(file: str, *, everything: bool, as_json: bool) -> int:
 
 
 @group.command(short_help="Check every byte of files and directories.")
-@click.argument("paths", nargs=-1, required=True, type=click.Path(exists=True), metavar="PATH...")
+@click.argument("paths", nargs=-1, required=True, type=_PathOrURL(exists=True), metavar="PATH...")
 @_json
 def verify(paths: tuple[str, ...], *, as_json: bool) -> int:
     """Check every byte of files, and of all checkpoints in directories.
@@ -217,6 +237,24 @@ def prune_(
         Screen(as_json=as_json), directory, keep_last=keep_last, keep_every=keep_every, keep_best=keep_best,
         dry_run=dry_run, yes=yes or as_json,
     )  # fmt: skip
+
+
+@group.command("fetch", short_help="Bring a checkpoint from an object store.")
+@click.argument("url")
+@click.argument("directory", type=click.Path(file_okay=False))
+@click.option("--step", type=click.IntRange(min=0), help="This one instead of the newest good one.")
+@_json
+def fetch_(url: str, directory: str, step: int | None, *, as_json: bool) -> int:
+    """Bring the newest good checkpoint of a mirror at URL into DIRECTORY, every byte of it verified.
+
+    Takes the writer lock of DIRECTORY. A manager with mirror= does the same by itself when it restores.
+    """
+    from safeckpt.cli.stores import fetch_one
+    from safeckpt.remote.options import is_url
+
+    if not is_url(url):
+        raise click.UsageError(f"{url} is no URL, such as s3://bucket/runs/x.")
+    return fetch_one(Screen(as_json=as_json), url, directory, step)
 
 
 @group.command("extract", short_help="Write one component into a file of its own.")

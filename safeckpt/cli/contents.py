@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from safeckpt.file import CheckpointFolder, FileReport, open_checkpoint
 from safeckpt.proof.captured import named_values
 from safeckpt.proof.leaves import flatten
+from safeckpt.remote import RemotePath, is_url, local_copy
 from safeckpt.run.catalog import Checkpoint
 from safeckpt.state.component import Captured, Component
 from safeckpt.state.snapshot import RESERVED_KEY
@@ -69,6 +71,15 @@ def read(path: str) -> Contents:
         DamagedCheckpointError: It is damaged.
         OSError: The system refused.
     """
+    if is_url(path):
+        with local_copy(path) as copy:  # what is mapped stays when the copy is deleted
+            contents = read(str(copy))
+        one = contents.checkpoint
+        return dataclasses.replace(
+            contents,
+            report=dataclasses.replace(contents.report, path=path),
+            checkpoint=None if one is None else dataclasses.replace(one, path=cast("Path", RemotePath(path))),
+        )
     with open_checkpoint(path) as file:
         report = file.verify()
         payload = file.load_whole() if isinstance(file, CheckpointFolder) else file.load("cpu", mmap=True)

@@ -5,11 +5,15 @@ Needs no torch, which takes seconds to import.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from safeckpt.cli.screen import BAD, Cell, Screen, error_line, number, size, write
+from safeckpt.cli.stores import best_of
 from safeckpt.errors import LoadError
+from safeckpt.remote.options import is_url
 from safeckpt.run.catalog import Catalog, Checkpoint, latest, reason_of
+from safeckpt.run.remote_catalog import RemoteCatalog
 from safeckpt.store import Best, CheckpointDirectory
 
 __all__ = ["described", "list_directory", "print_best", "print_latest", "show_log"]
@@ -17,22 +21,19 @@ __all__ = ["described", "list_directory", "print_best", "print_latest", "show_lo
 
 def list_directory(screen: Screen, path: str) -> int:
     """Print the checkpoints of a directory after the cheap check."""
-    files = CheckpointDirectory(path)
-    catalog = Catalog(files)
-    rows = []
-    for step in files.steps():
-        try:
-            rows.append(described(catalog.peek(step)) | {"good": True, "checked": "structure"})
-        except FileNotFoundError:
-            continue  # pruned by its writer a moment ago
-        except LoadError as error:
-            rows.append({"step": step, "path": files.path_of(step), "good": False, "reason": reason_of(error)})
-    asides = [aside.path.name for aside in files.asides()]
+    if is_url(path):
+        remote = RemoteCatalog(path)
+        place, rows = remote.url, _rows(remote, remote.checkpoints)
+        asides = [f"{one.parent.name}/{one.name}" for one in remote.hidden]
+    else:
+        files = CheckpointDirectory(path)
+        place, rows = str(files.path), _rows(Catalog(files), files.steps())
+        asides = [aside.path.name for aside in files.asides()]
     if screen.as_json:
-        screen.json({"directory": files.path, "checkpoints": rows, "set_aside": asides})
+        screen.json({"directory": place, "checkpoints": rows, "set_aside": asides})
         return 0
     total = size(sum(row.get("size_bytes", 0) for row in rows))
-    screen.line(str(files.path))
+    screen.line(place)
     screen.line(f"{len(rows)} checkpoint(s), {total}")
     if rows:
         screen.table(
@@ -44,6 +45,18 @@ def list_directory(screen: Screen, path: str) -> int:
     if asides:
         screen.line(f"{len(asides)} more set aside, of timelines that were left: {', '.join(asides)}")
     return 0
+
+
+def _rows(catalog: Catalog | RemoteCatalog, steps: Iterable[int]) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for step in steps:
+        try:
+            rows.append(described(catalog.peek(step)) | {"good": True, "checked": "structure"})
+        except FileNotFoundError:
+            continue  # pruned by its writer a moment ago
+        except LoadError as error:
+            rows.append({"step": step, "path": catalog.path_of(step), "good": False, "reason": reason_of(error)})
+    return rows
 
 
 def described(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -76,9 +89,11 @@ def print_latest(screen: Screen, path: str) -> int:
 
 def print_best(screen: Screen, path: str, best: Best) -> int:
     """Print the path of the good checkpoint with the best metric, every byte verified; return 1 when there is none."""
-    catalog = Catalog(CheckpointDirectory(path))
     with screen.status(f"verifying {path}"):
-        checkpoint = catalog.find_best(best)
+        if is_url(path):
+            checkpoint = best_of(RemoteCatalog(path), best)
+        else:
+            checkpoint = Catalog(CheckpointDirectory(path)).find_best(best)
     return _print_one(screen, checkpoint, f"{path} has no good checkpoint with a finite metric {best.metric!r}.")
 
 
@@ -94,7 +109,7 @@ def _print_one(screen: Screen, checkpoint: Checkpoint | None, missing: str) -> i
 
 def show_log(screen: Screen, path: str, last: int | None) -> int:
     """Print the history of a directory, oldest first."""
-    events = CheckpointDirectory(path).events.read()
+    events = RemoteCatalog(path).events() if is_url(path) else CheckpointDirectory(path).events.read()
     events = events if last is None else events[-last:] if last else []
     if screen.as_json:
         screen.json(events)

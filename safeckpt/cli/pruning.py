@@ -10,9 +10,12 @@ import click
 
 from safeckpt.cli.options import parse_best, parse_interval
 from safeckpt.cli.screen import Screen, size
+from safeckpt.cli.stores import prune_store
 from safeckpt.cli.verification import size_of, verified
 from safeckpt.errors import LoadError
+from safeckpt.remote.options import is_url
 from safeckpt.run.catalog import Catalog, score
+from safeckpt.run.remote_catalog import RemoteCatalog
 from safeckpt.store import CheckpointDirectory, KeepBest, KeepEvery, KeepLast, KeepPeriod, Policy, WriterLock, to_prune
 
 __all__ = ["prune"]
@@ -29,17 +32,21 @@ def prune(
     yes: bool,
 ) -> int:
     """Delete the checkpoints that no rule keeps, after every one that stays was verified."""
+    if is_url(path):
+        remote = RemoteCatalog(path)
+        policies = _policies(remote, keep_last, keep_every, keep_best)
+        return prune_store(screen, remote, policies, dry_run=dry_run, yes=yes)
     files = CheckpointDirectory(path)
+    policies = _policies(Catalog(files), keep_last, keep_every, keep_best)
     if dry_run:
-        return _prune(screen, files, _policies(files, keep_last, keep_every, keep_best), dry_run=True, yes=True)
+        return _prune(screen, files, policies, dry_run=True, yes=True)
     with WriterLock(path, 0):
-        return _prune(screen, files, _policies(files, keep_last, keep_every, keep_best), dry_run=False, yes=yes)
+        return _prune(screen, files, policies, dry_run=False, yes=yes)
 
 
 def _policies(
-    files: CheckpointDirectory, keep_last: int, keep_every: str | None, keep_best: Sequence[str]
+    catalog: Catalog | RemoteCatalog, keep_last: int, keep_every: str | None, keep_best: Sequence[str]
 ) -> list[Policy]:
-    catalog = Catalog(files)
     policies: list[Policy] = [KeepLast(keep_last)]
     if keep_every is not None:
         interval = parse_interval(keep_every)
@@ -53,14 +60,14 @@ def _policies(
     return policies
 
 
-def _score(catalog: Catalog, metric: str, step: int) -> float | None:
+def _score(catalog: Catalog | RemoteCatalog, metric: str, step: int) -> float | None:
     try:
         return score(catalog.peek(step), metric)
     except (LoadError, FileNotFoundError):
         return None
 
 
-def _created_at(catalog: Catalog, step: int) -> dt.datetime | None:
+def _created_at(catalog: Catalog | RemoteCatalog, step: int) -> dt.datetime | None:
     try:
         return catalog.peek(step).created_at
     except (LoadError, FileNotFoundError):

@@ -5,14 +5,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
 from safeckpt.cli.screen import BAD, GOOD, Screen, printable, size
 from safeckpt.errors import LoadError
-from safeckpt.file import is_folder, open_checkpoint
+from safeckpt.file import FileReport, is_folder, open_checkpoint
+from safeckpt.remote import RemotePath, find, is_url, names_checkpoint, verify_url
 from safeckpt.run.catalog import reason_of
+from safeckpt.run.remote_catalog import RemoteCatalog
 from safeckpt.store import CheckpointDirectory
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ __all__ = ["refuse_shard", "size_of", "verified", "verify_paths"]
 
 def verify_paths(screen: Screen, paths: Sequence[str]) -> int:
     """Check every byte of files, and of all checkpoints in directories; return 1 when one is not good."""
-    files = [file for path in paths for file in _files_of(Path(path))]
+    files = [file for path in paths for file in (_remote_of(path) if is_url(path) else _files_of(Path(path)))]
     results = []
     with screen.progress(sum(map(size_of, files))) as progress:
         for file in files:
@@ -76,8 +78,20 @@ def _files_of(path: Path) -> list[Path]:
     return found
 
 
+def _remote_of(url: str) -> list[Path]:
+    """Return the checkpoints that count below a URL, or the one that it names."""
+    if names_checkpoint(url):
+        return [cast("Path", RemotePath(url))]
+    remote = RemoteCatalog(url)
+    if not remote.checkpoints:
+        raise click.ClickException(f"{remote.url} holds no checkpoint")
+    return [cast("Path", remote.path_of(step)) for step in remote.checkpoints]
+
+
 def size_of(path: Path) -> int:
     """Return the size of a file, or of all files of a sharded checkpoint."""
+    if isinstance(path, RemotePath):
+        return find(str(path))[1].size_bytes
     if not path.is_dir():
         return path.stat().st_size
     return sum(one.stat().st_size for one in path.iterdir() if one.is_file())
@@ -87,11 +101,17 @@ def _show(bar: Progress, before: float, done_bytes: int, _: int) -> None:
     bar.update(bar.task_ids[0], completed=before + done_bytes)
 
 
+def _verify(file: Path, progress: Callable[[int, int], object] | None) -> FileReport:
+    if isinstance(file, RemotePath):
+        return verify_url(str(file), progress)
+    with open_checkpoint(file) as opened:
+        return opened.verify(progress=progress)
+
+
 def verified(file: Path, progress: Callable[[int, int], object] | None = None) -> dict[str, Any]:
     """Check every byte of a file and return what was found, as JSON has it; damage is a result, not an error."""
     try:
-        with open_checkpoint(file) as opened:
-            report = opened.verify(progress=progress)
+        report = _verify(file, progress)
     except LoadError as error:
         where = getattr(error, "record", None)
         reason = f"DAMAGED: {reason_of(error)}" + (f" (in {where})" if where else "")

@@ -11,6 +11,7 @@ from safeckpt.system.lazy import module_getattr
 if TYPE_CHECKING:
     from safeckpt.remote.client import Client, open_client
     from safeckpt.remote.epochs import NOTHING, Claim, Epochs, RemoteCheckpoint, View
+    from safeckpt.remote.looking import find, local_copy, names_checkpoint, open_prefix, verify_remote, verify_url
     from safeckpt.remote.options import Mirror, RemotePath, is_url, shown_url
     from safeckpt.remote.transfer import fetch, open_remote, trailer_of
     from safeckpt.remote.worker import Worker
@@ -28,11 +29,17 @@ else:
             "View": "safeckpt.remote.epochs",
             "Worker": "safeckpt.remote.worker",
             "fetch": "safeckpt.remote.transfer",
+            "find": "safeckpt.remote.looking",
             "is_url": "safeckpt.remote.options",
+            "local_copy": "safeckpt.remote.looking",
+            "names_checkpoint": "safeckpt.remote.looking",
             "open_client": "safeckpt.remote.client",
+            "open_prefix": "safeckpt.remote.looking",
             "open_remote": "safeckpt.remote.transfer",
             "shown_url": "safeckpt.remote.options",
             "trailer_of": "safeckpt.remote.transfer",
+            "verify_remote": "safeckpt.remote.looking",
+            "verify_url": "safeckpt.remote.looking",
         },
     )
 
@@ -47,9 +54,15 @@ __all__ = [
     "View",
     "Worker",
     "fetch",
+    "find",
     "is_url",
+    "local_copy",
+    "names_checkpoint",
     "open_client",
+    "open_prefix",
     "open_remote",
     "shown_url",
     "trailer_of",
+    "verify_remote",
+    "verify_url",
 ]

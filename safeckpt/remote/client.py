@@ -59,6 +59,9 @@ class Client(Protocol):
     def read(self, key: str, start: int = 0, length: int | None = None) -> memoryview:
         """Return an object or a part of it; less, where the store has less."""
 
+    def size(self, key: str) -> int:
+        """Return the size of an object."""
+
     def create(self, key: str, data: bytes) -> bool:
         """Create an object and return True; False, and nothing has changed, where there is one."""
 
@@ -160,6 +163,10 @@ class _ObstoreClient:
         return memoryview(
             self._ask(f"reading {key}", lambda: self._obstore.get_range(self._store, key, start=start, end=end))
         )
+
+    def size(self, key: str) -> int:
+        """See `Client`."""
+        return int(self._ask(f"looking at {key}", lambda: self._obstore.head(self._store, key))["size"])
 
     def create(self, key: str, data: bytes) -> bool:
         """See `Client`."""
@@ -285,6 +292,10 @@ class _FsspecClient:
         """See `Client`."""
         end = None if length is None else start + length
         return memoryview(self._ask(f"reading {key}", lambda: self._fs.cat_file(self._path(key), start=start, end=end)))
+
+    def size(self, key: str) -> int:
+        """See `Client`."""
+        return int(self._ask(f"looking at {key}", lambda: self._fs.size(self._path(key))))
 
     def create(self, key: str, data: bytes) -> bool:
         """See `Client`: there is no condition, so that it is never refused."""

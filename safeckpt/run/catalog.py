@@ -21,6 +21,7 @@ from safeckpt.errors import (
     SkippedCheckpointWarning,
 )
 from safeckpt.file import INDEX, CheckpointFile, CheckpointFolder, open_checkpoint
+from safeckpt.remote.options import is_url
 from safeckpt.store import Best, CheckpointDirectory
 from safeckpt.system.arguments import checked_bool
 from safeckpt.system.json_numbers import from_json, to_json
@@ -46,7 +47,7 @@ class Checkpoint:
 
     Attributes:
         step: Optimizer steps completed when it was saved.
-        path: The file; the directory of a sharded checkpoint.
+        path: The file; the directory of a sharded checkpoint. Of one in a store, a path whose text is its URL.
         loss: The loss given to `save`: a float, or a dict or list of floats; None when none was given.
         metrics: The metrics given to `save`, as floats.
         created_at: When it was saved, UTC.
@@ -127,6 +128,10 @@ class Catalog:
         self._progress = progress
         self._seen: OrderedDict[Path, tuple[_Identity, Checkpoint]] = OrderedDict()
         self._verdicts: OrderedDict[Path, tuple[_Identity, bool]] = OrderedDict()
+
+    def path_of(self, step: int) -> Path:
+        """Return the path of a step's checkpoint."""
+        return self.files.path_of(step)
 
     def peek(self, step: int) -> Checkpoint:
         """Return the checkpoint of a step after the cheap check: trailer, size and structure, not every byte.
@@ -410,7 +415,7 @@ def latest(directory: str | os.PathLike[str], *, verify: bool = True) -> Checkpo
     Needs no objects and no lock, changes nothing, and works while a training run holds the directory.
 
     Args:
-        directory: A directory that a `CheckpointManager` writes.
+        directory: A directory that a `CheckpointManager` writes, or the URL of its mirror.
         verify: Whether every byte is checked. False: the newest checkpoint that passes the cheap check (name, trailer,
             size, structure) is returned, for a program that has to know the step before its objects exist and then
             restores, which reads the file anyway. That `restore` may pass it over when its bytes are not those that
@@ -427,7 +432,12 @@ def latest(directory: str | os.PathLike[str], *, verify: bool = True) -> Checkpo
     Cost:
         Reads the newest file once; without `verify` only its ends.
     """
-    return Catalog(CheckpointDirectory(directory)).find_latest(verify=checked_bool("verify", verify))
+    checked_bool("verify", verify)
+    if is_url(directory):
+        from safeckpt.run.remote_catalog import RemoteCatalog  # noqa: PLC0415 - made of what is here
+
+        return RemoteCatalog(str(directory)).find_latest(verify=verify)
+    return Catalog(CheckpointDirectory(directory)).find_latest(verify=verify)
 
 
 def score(checkpoint: Checkpoint, metric: str) -> float | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from safeckpt.remote import Mirror
+from safeckpt.remote import Mirror, looking
 from safeckpt.run import mirroring
 from tests.remote.memory_store import MemoryStore
 
@@ -22,5 +22,6 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryStore]:
         return memory.client(memory.hook, mirror.url)
 
     monkeypatch.setattr(mirroring, "open_client", client)
+    monkeypatch.setattr(looking, "open_client", client)
     yield memory
     memory.gate.set()

@@ -20,6 +20,7 @@ class MemoryStore:
         is_conditional: Whether it honours "create only if absent".
         log: Every request, kind and key.
         is_down: Whether every request fails.
+        read_bytes: How much was read.
         gate: Held closed, no checkpoint gets in.
     """
 
@@ -28,6 +29,7 @@ class MemoryStore:
         self.is_conditional = is_conditional
         self.log: list[tuple[str, str]] = []
         self.is_down = False
+        self.read_bytes = 0
         self.mutex = threading.RLock()
         self.gate = threading.Event()  # closed, it holds up every upload of a checkpoint
         self.gate.set()
@@ -78,7 +80,12 @@ class MemoryClient:
             if key not in self.store.objects:
                 raise FileNotFoundError(errno.ENOENT, "No such object", f"{self.url}/{key}")
             end = None if length is None else start + length
-            return memoryview(self.store.objects[key][start:end])
+            data = memoryview(self.store.objects[key])[start:end]
+            self.store.read_bytes += len(data)
+            return data
+
+    def size(self, key: str) -> int:
+        return len(self.read(key))
 
     def create(self, key: str, data: bytes) -> bool:
         self._request("create", key)
