@@ -853,3 +853,17 @@ def experts_by_name() -> Trained:
         fully_shard(expert, mesh=mesh["data"])
     fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
     return squares(model, adamw(model, foreach=False))
+
+
+def laid_out(kind: str, seed: int) -> Any:
+    """Return one model in a layout: `alone`, `ddp`, `fsdp`, `hsdp` or `2d`."""
+    if kind == "2d":
+        return _two_dimensional()
+    mesh = _mesh("copies", "shards") if kind == "hsdp" else None
+    if kind in ("fsdp", "hsdp"):
+        return stack(mesh=mesh, seed=seed)
+    model = Stack()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(seed)
+    return ddp(model) if kind == "ddp" else model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -153,3 +154,65 @@ def test_shards_in_a_dict_of_a_stage_are_for_that_stage(tmp_path: Path) -> None:
         assert equal
         assert refused["error"] == "StateMismatchError", refused
         assert "average: it holds shards of another stage" in refused["text"]
+
+
+# -- one layout after the other ----------------------------------------------------------------------------------------
+
+
+def _link(path: Path, kind: str, step: int) -> Any:
+    """Restore in a layout, save there, and return the whole state by name; train if there is nothing yet."""
+    model = settings.laid_out(kind, seed=step)
+    average = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    parts = {"model": model, "optimizer": optimizer, "average": {"shadow": list(average.values())}}
+    with warnings.catch_warnings(), settings.manager_of(parts, path, save_on_exit=False) as manager:
+        warnings.simplefilter("ignore")
+        if manager.restore() is None:
+            model(torch.ones(5, 6)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        manager.save(step)
+    names = [name.removeprefix("module.") for name in average]
+    found = {f"average {name}": settings.whole(one) for name, one in zip(names, average.values(), strict=True)}
+    for name, p in zip(names, model.parameters(), strict=True):
+        found[name] = settings.whole(p)
+        found |= {f"{name}.{key}": settings.whole(value) for key, value in optimizer.state[p].items()}
+    return found
+
+
+def test_state_goes_through_a_chain_of_layouts(tmp_path: Path) -> None:
+    """FSDP2, one process, DDP, HSDP, FSDP2 with tensor parallel, other numbers of ranks: never a bit less."""
+    chain = [(4, "fsdp"), (1, "alone"), (2, "ddp"), (4, "hsdp"), (3, "fsdp"), (3, "ddp"), (4, "2d"), (2, "fsdp")]
+    wanted: dict[str, torch.Tensor] = {}
+    for step, (size, kind) in enumerate(chain, 1):
+        for found in groups.results(size, _link, tmp_path, kind, step):
+            assert found.keys() == (wanted or found).keys()
+            for name, tensor in found.items():
+                assert torch.equal(wanted.setdefault(name, tensor), tensor), (size, kind, name)
+
+
+# -- faults on one rank that only this kind of state can have ----------------------------------------------------------
+
+
+def _moment_of_one_rank(path: Path) -> Any:
+    made = settings.PAIR["fsdp_row_statistics"]()
+    with settings.manager_of(made.components, path, save_on_exit=False) as manager:
+        made.step(1)
+        manager.save(1)
+        made.step(2)
+        if torch.distributed.get_rank() == 1:
+            state = made.components["optimizer"].state[made.components["model"].head.weight]
+            state["row"].to_local()[0] = float("nan")
+        refused = outcome(lambda: manager.save(2))
+        manager.rollback(changed=True)
+        return refused, made.step(2), outcome(lambda: manager.save(2))
+
+
+def test_nan_in_a_statistic_of_one_rank_is_refused_by_all(tmp_path: Path) -> None:
+    """The error names rank and tensor, and after the rollback the run goes on."""
+    for refused, loss, saved in groups.results(2, _moment_of_one_rank, tmp_path):
+        assert refused["error"] == "NonFiniteError"
+        assert refused["rank"] == 1
+        assert refused["tensors"] == ["optimizer.model.head.weight.row"]
+        assert math.isfinite(loss)
+        assert saved["error"] is None
