@@ -721,28 +721,29 @@ class GroupError(SafeckptError):
 
 
 class RankLostError(GroupError, RuntimeError):
-    """A process of the group is gone, or did not answer in time.
+    """Processes of the group are gone, or did not come in time.
 
     Attributes:
-        lost: The missing rank, None when unknown.
-        timeout_seconds: The longest time that this process waits for an answer.
+        lost: The missing ranks; empty when unknown.
+        timeout_seconds: How long a process is waited for.
     """
 
     def __init__(
-        self, *, what: str, lost: int | None, timeout_seconds: float, reason: str, late: bool = False,
+        self, *, what: str, lost: Sequence[int], timeout_seconds: float, reason: str, late: bool = False,
         path: object = None,
     ) -> None:  # fmt: skip
-        who = "a rank" if lost is None else f"rank {lost}"
-        how = f"did not answer within {timeout_seconds:g} seconds" if late else "was lost"
+        several = len(lost) > 1
+        who = ("ranks " if several else "rank ") + listed(lost) if lost else "a rank"
+        how = f"did not answer within {timeout_seconds:g} seconds" if late else "were lost" if several else "was lost"
         super().__init__(
             f"While {what}, {who} {how}: {reason}.",
             "all earlier checkpoints are intact; the one being written is either complete or absent.",
             "end this process and start the group again (torchrun does so), then call restore(). If every process is "
-            "alive: call save, restore, rollback and end_step on every rank, not on rank 0 alone, and give a "
-            "larger Ranks(timeout_seconds=...) if a save takes longer.",
+            "alive: make a manager on every rank and call save, restore, rollback and end_step on all of them, not "
+            "under `if rank == 0:`, as one does with torch.save.",
             path=path,
         )
-        self.lost = lost
+        self.lost = tuple(lost)
         self.timeout_seconds = timeout_seconds
 
 

@@ -1,12 +1,12 @@
 """Many processes as one run: agreement between ranks, the state that each rank has for itself, and shards."""
 
+from safeckpt.distributed.comparison import Digests, Texts, both_digests, both_texts, texts_of
 from safeckpt.distributed.fingerprint import holds_same
-from safeckpt.distributed.group import Group, first_answer, group_of_this_process, in_group, refuse_differences
+from safeckpt.distributed.group import Group, Section, group_of_this_process, in_group, lowest, rank_of_this_process
 from safeckpt.distributed.plan_cache import PlanCache
 from safeckpt.distributed.rank_state import (
-    differing_names,
+    compared_digests,
     digests_of,
-    drifted_ranks,
     first_of_stages,
     have_own_gradients,
     pack_rank_state,
@@ -36,18 +36,21 @@ from safeckpt.distributed.shards import (
 from safeckpt.distributed.stages import Names, refuse_left_over, united
 
 __all__ = [
+    "Digests",
     "Group",
     "Names",
     "PlanCache",
     "Ranks",
+    "Section",
     "ShardTensors",
+    "Texts",
     "allocate_placeholders",
     "as_local_shards",
-    "differing_names",
+    "both_digests",
+    "both_texts",
+    "compared_digests",
     "digests_of",
-    "drifted_ranks",
     "extract_shards",
-    "first_answer",
     "first_of_stages",
     "group_of_this_process",
     "have_own_gradients",
@@ -55,19 +58,21 @@ __all__ = [
     "in_group",
     "is_sharded",
     "local_parts",
+    "lowest",
     "pack_rank_state",
     "payload_of_rank",
     "rank_key",
+    "rank_of_this_process",
     "rank_state_of",
     "ranks_hold_parts",
     "read_shards",
-    "refuse_differences",
     "refuse_left_over",
     "refuse_parts",
     "replace_local_parts",
     "replica_fingerprints",
     "replica_layouts",
     "shards_of",
+    "texts_of",
     "united",
     "with_placeholders",
     "with_world",

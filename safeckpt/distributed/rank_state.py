@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from safeckpt.distributed.comparison import Digests, digests_on
 from safeckpt.distributed.fingerprint import SHARDED, exact_digest_of, fingerprints, joined, layout_of
 from safeckpt.distributed.stages import Names, stage_of, without_others
 from safeckpt.errors import DamagedCheckpointError, StateMismatchError, UnsavableStateError, listed
@@ -28,9 +29,8 @@ from safeckpt.state.random_streams import RngStreams
 from safeckpt.state.tree import join, map_tensors, named_tensors
 
 __all__ = [
-    "differing_names",
+    "compared_digests",
     "digests_of",
-    "drifted_ranks",
     "first_of_stages",
     "have_own_gradients",
     "pack_rank_state",
@@ -121,6 +121,26 @@ def digests_of(payload: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
+def compared_digests(rank: int, digests: Mapping[str, str]) -> Digests:
+    """Return the digests of one rank, for a comparison of the copies that ranks have."""
+    return digests_on(rank, digests, [name for name in digests if name[0] in "=~#" or name in ("gradients", _STAGE)])
+
+
+def have_own_gradients(found: Digests) -> bool:
+    """Tell whether ranks have different gradients, as between two micro-steps without synchronization."""
+    return not found.are_equal("gradients")
+
+
+def ranks_hold_parts(found: Digests) -> bool:
+    """Tell whether ranks have different tensors in what is replicated: no copies, but parts of something."""
+    return any(name[0] == "#" and not found.are_equal(name) for name in found.holders)
+
+
+def first_of_stages(found: Digests) -> list[int]:
+    """Return, of each stage that ranks hold, the first rank that holds it."""
+    return found.first_holders(_STAGE)
+
+
 def _without_shards(piece: Any) -> Any:
     """Return a piece with a text in the place of each sharded tensor, of which each rank has another part."""
     return map_tensors(piece, lambda tensor: layout_of(tensor) if hasattr(tensor, "to_local") else tensor)
@@ -146,26 +166,6 @@ def replica_layouts(payload: Mapping[str, Any], stage: str) -> dict[str, str]:
     for name, tensor in tensors:
         found[f"{name} @{stage[:8]}" if hasattr(tensor, "to_local") else name] = layout_of(tensor)
     return found
-
-
-def have_own_gradients(digests: list[dict[str, str]]) -> bool:
-    """Tell whether ranks have different gradients, as between two micro-steps without synchronization."""
-    return len({one["gradients"] for one in digests}) > 1
-
-
-def ranks_hold_parts(digests: list[dict[str, str]]) -> bool:
-    """Tell whether ranks have different tensors in what is replicated: no copies, but parts of something."""
-    seen: dict[str, str] = {}
-    layouts = [(name, digest) for one in digests for name, digest in one.items() if name[0] == "#"]
-    return any(seen.setdefault(name, digest) != digest for name, digest in layouts)
-
-
-def first_of_stages(digests: list[dict[str, str]]) -> list[int]:
-    """Return, of each stage that ranks hold, the first rank that holds it."""
-    first: dict[str, int] = {}
-    for rank, one in enumerate(digests):
-        first.setdefault(one[_STAGE], rank)
-    return list(first.values())
 
 
 def refuse_parts(names: list[str]) -> None:
@@ -210,17 +210,6 @@ def _copies_of_shards(payload: Mapping[str, Any]) -> dict[str, dict[str, torch.T
     return found
 
 
-def drifted_ranks(digests: list[dict[str, str]]) -> list[int]:
-    """Return the ranks whose replicas differ from those of the first rank that has them."""
-    first: dict[str, str] = {}
-    found = []
-    for rank, one in enumerate(digests):
-        replicas = {name: digest for name, digest in one.items() if name[0] in "=~"}
-        if any(first.setdefault(name, digest) != digest for name, digest in replicas.items()):
-            found.append(rank)
-    return found
-
-
 def replica_fingerprints(payload: Mapping[str, Any]) -> dict[str, str]:
     """Return one fingerprint for each value that replicas share, to find out which of them differ."""
     shared = {name[1:]: piece for name, piece in _pieces(payload).items() if name.startswith("=")}
@@ -228,18 +217,6 @@ def replica_fingerprints(payload: Mapping[str, Any]) -> dict[str, str]:
     for place, shards in _copies_of_shards(payload).items():
         found.update((f"{name} {place[1:]}", text) for name, text in fingerprints(shards).items())
     return found
-
-
-def differing_names(all_texts: list[dict[str, str]]) -> list[str]:
-    """Return the names of the values of which ranks have different copies, or of which some ranks have none."""
-    first: dict[str, str] = {}
-    for one in all_texts:
-        for name, text in one.items():
-            first.setdefault(name, text)
-    # Local parts are named by where they are in the mesh, so that each is known to some ranks only.
-    shared = {name for name in first if "@" not in name}
-    missing = {name for one in all_texts for name in shared - one.keys()}
-    return sorted(missing | {name for one in all_texts for name, text in one.items() if first[name] != text})
 
 
 def rank_state_of(payload: Mapping[str, Any], digests: Mapping[str, str], first: Mapping[str, str]) -> dict[str, Any]:
@@ -317,13 +294,13 @@ def with_world(
         size: How many ranks there are.
         own_gradients: Whether the ranks have different gradients.
         stage: That of rank 0.
-        rank_states: What each rank has otherwise, in the order of the ranks; None where each writes its own.
+        rank_states: What each rank but rank 0 has otherwise, in their order; None where each writes its own.
     """
     world: dict[str, Any] = {"world_size": size, "own_gradients": own_gradients}
     if rank_states is None:
         world[_STAGE] = stage
     else:
-        world["ranks"] = rank_states[1:]
+        world["ranks"] = rank_states
     return {**payload, RESERVED_KEY: {**payload[RESERVED_KEY], **world}}
 
 

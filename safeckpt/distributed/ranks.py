@@ -17,12 +17,13 @@ class Ranks:
     """How a manager acts with the other processes of a run. Without a process group none of it is used.
 
     Attributes:
-        timeout_seconds: How long to wait for a process that does not answer. A process that writes or checks a file
-            does not answer, so this has to be longer than that takes. One that has died is noticed at once.
+        timeout_seconds: How long to wait for a process that has not come to the call that others make. One that is at
+            its part is waited for as long as it takes; one that has died is noticed at once.
         on_drift: What to do when the ranks' copies of what they train together are no longer equal: `"warn"` for a
             `ReplicaDriftWarning`, `"error"` for a `ReplicaDriftError`, `"ignore"`. With `"warn"`, too, copies that
             differ at the first save of a run are an error: nothing is lost yet.
-        agree_every: The ranks agree on losses, signals and clocks at least every so many steps.
+        agree_every: The ranks agree on losses, signals and clocks at least every so many steps, and more often where
+            steps are long. No rank waits for it: what they agree on is known the next time.
 
     Raises:
         TypeError: A value is of a kind that is not accepted.

@@ -351,13 +351,12 @@ def write_shards(
     return writer.written  # when another rank has failed, the agreement that follows says which, and why
 
 
-def read_shards(shards: ShardTensors, place: Path, group: Group, names: Collection[str]) -> None:
-    """Fill tensors from a directory, each rank its part; called by all ranks at once.
+def read_shards(shards: ShardTensors, place: Path, names: Collection[str]) -> None:
+    """Fill tensors from a directory, each rank its part. It reads by itself, and waits for no other.
 
     Args:
         shards: The tensors.
         place: The directory.
-        group: The ranks.
         names: The files that belong to it.
 
     Raises:
@@ -366,7 +365,7 @@ def read_shards(shards: ShardTensors, place: Path, group: Group, names: Collecti
     from safeckpt.distributed.storage import ShardReader  # noqa: PLC0415
 
     reader = ShardReader(place, names)
-    failures = _run("load", shards, group, storage_reader=reader)
+    failures = _run("load", shards, None, storage_reader=reader)
     if reader.error is not None:
         raise reader.error
     for _, error in sorted(failures.items()):
@@ -380,7 +379,7 @@ def read_shards(shards: ShardTensors, place: Path, group: Group, names: Collecti
             )
 
 
-def _run(what: str, shards: ShardTensors, group: Group, **options: Any) -> dict[int, BaseException]:
+def _run(what: str, shards: ShardTensors, group: Group | None, **options: Any) -> dict[int, BaseException]:
     """Have the engine save or load, and return the errors of the ranks on which that failed, the same on every rank."""
     from torch.distributed import checkpoint as engine  # noqa: PLC0415
     from torch.distributed.checkpoint.api import CheckpointException  # noqa: PLC0415
@@ -391,7 +390,8 @@ def _run(what: str, shards: ShardTensors, group: Group, **options: Any) -> dict[
     for key, tensor in shards.items():
         component, _, name = key.partition(".")
         parts.setdefault(component, {})[name] = tensor
-    alone = group.process_group is None
+    process_group = None if group is None else group.process_group
+    alone = process_group is None
     with contextlib.ExitStack() as stack, torch.device("cpu"):  # the messages of the engine, too, are made there
         if (
             alone
@@ -399,7 +399,7 @@ def _run(what: str, shards: ShardTensors, group: Group, **options: Any) -> dict[
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
         try:
-            getattr(engine, what)(parts, process_group=group.process_group, no_dist=alone, **options)
+            getattr(engine, what)(parts, process_group=process_group, no_dist=alone, **options)
         except CheckpointException as error:  # a BaseException
             return {rank: failure for rank, (failure, _) in error.failures.items()}
     return {}

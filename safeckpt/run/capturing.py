@@ -176,8 +176,11 @@ class Capturer:
             raise self._refusal(step, loss, GuardResult([], []))
 
     def refuse_written(self, step: int, error: NonFiniteError) -> NonFiniteError:
-        """Note that NaN or Inf came into a state after the guard, and return the error to raise."""
-        return self._refusal(step, Loss.read(None), GuardResult(list(error.tensors), []))
+        """Return the error to raise for NaN or Inf that came into a state after the guard.
+
+        It is noted when the caller gets it: in a thread, the steps that end meanwhile would forget it.
+        """
+        return self._error_of(step, Loss.read(None), GuardResult(list(error.tensors), []))
 
     def close(self) -> None:
         """Let go of the optimizers that are watched."""
@@ -215,10 +218,13 @@ class Capturer:
 
     def _refusal(self, step: int, loss: Loss, verdict: GuardResult) -> NonFiniteError:
         """Note a refusal and return the error to raise."""
+        found = [] if loss.nonfinite is None else [f"loss = {loss.nonfinite}"]
+        self._run.timeline.refuse(step, "; ".join([*found, *(str(tensor) for tensor in verdict.bad[:1])]))
+        return self._error_of(step, loss, verdict)
+
+    def _error_of(self, step: int, loss: Loss, verdict: GuardResult) -> NonFiniteError:
         names = [tensor.name for tensor in verdict.bad]
         bad_loss = loss.nonfinite
-        found = ([] if bad_loss is None else [f"loss = {bad_loss}"]) + [str(tensor) for tensor in verdict.bad[:1]]
-        self._run.timeline.refuse(step, "; ".join(found))
         self._run.directory.add_event("refused", step, loss=bad_loss, tensors=names[:20], tensors_total=len(names))
         good, next_step = self._way_out()
         return NonFiniteError(

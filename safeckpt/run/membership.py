@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safeckpt.distributed import Group, Ranks, group_of_this_process, in_group, refuse_differences
+from safeckpt.distributed import Group, Ranks, group_of_this_process, in_group, rank_of_this_process
 from safeckpt.errors import GroupDestroyedError
 
 __all__ = ["Membership"]
@@ -43,15 +43,15 @@ class Membership:
             self._compared = False
         if not self._compared:
             if self._group.size > 1:
-                with self._group.section("making managers", refuse_differences) as section:
-                    section.answer = self._settings
+                with self._group.section("making managers") as section:
+                    section.same = self._settings
             self._compared = True
         return self._group
 
     @property
     def is_rank_zero(self) -> bool:
-        """Whether this process writes what is written once."""
-        return self.group.is_rank_zero if in_group() else self.was_rank_zero
+        """Whether this process writes what is written once. Does not communicate."""
+        return rank_of_this_process() == 0 if in_group() else self.was_rank_zero
 
     @property
     def was_rank_zero(self) -> bool:

@@ -3,7 +3,7 @@
 Several processes restore the same step: the newest one that every one of them can read. Each of these is a section that
 all ranks pass, or none does::
 
-    looking for a checkpoint -> reading it -> reading its shards -> applying it
+    reading a checkpoint -> applying it
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
@@ -24,12 +24,10 @@ from safeckpt.distributed import (
     ShardTensors,
     allocate_placeholders,
     as_local_shards,
-    first_answer,
     holds_same,
     in_group,
     payload_of_rank,
     read_shards,
-    refuse_differences,
     refuse_left_over,
     shards_of,
 )
@@ -99,6 +97,38 @@ class Good:
     left_out: Names
     mapped: Mapped
 
+    def restored(self, rejected: dict[PurePath, str], steps_before: Collection[int]) -> Restored:
+        """Return what is known of the restore that applies it."""
+        return Restored(
+            self.checkpoint,
+            self.plan,
+            is_whole=self.is_whole,
+            is_resized=self.is_resized,
+            rejected=rejected,
+            steps_before=steps_before,
+            header=self.header,
+        )
+
+
+class _Found(NamedTuple):
+    """What was found in the directory.
+
+    Attributes:
+        step: The step; None where there is none.
+        what: What it is, the same kind on every rank; None where there is none.
+        listed: The steps that this rank has seen.
+        is_remote: Whether it has to be fetched first.
+        is_apart: Whether ranks have seen different steps.
+        agrees: Whether it is what was looked for, on every rank.
+    """
+
+    step: int | None
+    what: Good | Bad | Gone | None
+    listed: Collection[int]
+    is_remote: bool
+    is_apart: bool
+    agrees: bool
+
 
 @dataclass
 class Restored:
@@ -125,54 +155,51 @@ class Restored:
     header: Mapping[str, Any] = field(default_factory=dict)
 
 
-class _Search(NamedTuple):
-    """One rank's answer while a checkpoint is looked for.
+class _Read(NamedTuple):
+    """What ranks have read.
 
     Attributes:
-        steps: Those in the directory that were not tried.
-        remote: Those in the store that were not fetched.
-        arguments: What was asked for.
+        rank: The lowest of them.
+        step: The step that it has read; None where there is none.
+        digest: Of the file, as the lowest rank has read it that could.
+        other: A rank that has read another file of this name.
+        left_out: What all that could read it have left out.
+        fault: What is wrong, on the lowest rank that has found something.
+        is_remote: Whether it has to be fetched first, and is not read yet.
+        is_apart: Whether they have read different steps.
+        agrees: Whether all of them found what they were looking for.
     """
 
-    steps: list[int]
-    remote: list[int]
-    arguments: dict[str, Any]
+    rank: int
+    step: int | None
+    digest: str | None = None
+    other: int | None = None
+    left_out: Names | None = None
+    fault: Gone | Bad | None = None
+    is_remote: bool = False
+    is_apart: bool = False
+    agrees: bool = True
 
 
-def _search_of_rank_zero(answers: list[_Search]) -> _Search:
-    refuse_differences([answer.arguments for answer in answers])
-    return answers[0]
+def _both_read(one: _Read, other: _Read) -> _Read:
+    differs = None not in (one.digest, other.digest) and one.digest != other.digest
+    return _Read(
+        one.rank,
+        one.step,
+        digest=one.digest or other.digest,
+        other=one.other or (other.rank if differs else other.other),
+        left_out=_in_both(one.left_out, other.left_out),
+        fault=one.fault or other.fault,
+        is_remote=one.is_remote,
+        is_apart=one.is_apart or other.is_apart or (one.step, one.is_remote) != (other.step, other.is_remote),
+        agrees=one.agrees and other.agrees,
+    )
 
 
-def _same_file(path: Path, answers: list[Gone | Bad | str]) -> Gone | Bad | None:
-    """Return what is wrong on some rank, of which each answers that or the digest it has read.
-
-    Raises:
-        DirectoryNotSharedError: Two ranks have read different files.
-    """
-    first = answers[0]
-    for rank, answer in enumerate(answers):
-        if isinstance(first, str) and isinstance(answer, str) and answer != first:
-            raise DirectoryNotSharedError(directory=path.parent, rank=rank, name=path.name, differs=True)
-    return _first_fault([None if isinstance(answer, str) else answer for answer in answers])
-
-
-def _first_fault(answers: list[Gone | Bad | None]) -> Gone | Bad | None:
-    """Return what is wrong on the first rank that has found something, with its number where there are several."""
-    for rank, answer in enumerate(answers):
-        if isinstance(answer, Bad) and len(answers) > 1:
-            return Bad(f"rank {rank}: {answer.reason}")
-        if answer is not None:
-            return answer
-    return None
-
-
-def _first_fault_or_rest(path: Path, answers: list[tuple[Gone | Bad | None, Names]]) -> Gone | Bad | None:
-    """Return what is wrong on the first rank that has found something; refuse what every rank has left out."""
-    fault = _first_fault([one for one, _ in answers])
-    if fault is None:
-        refuse_left_over(frozenset.intersection(*(names for _, names in answers)), path)
-    return fault
+def _in_both(one: Names | None, other: Names | None) -> Names | None:
+    if one is None or other is None:
+        return one if other is None else other
+    return one & other
 
 
 class Restorer:
@@ -187,13 +214,18 @@ class Restorer:
 
     def restore(self, wanted: Wanted) -> Restored | None:
         """Put a checkpoint into the live objects and note where the run stands; see `CheckpointManager.restore`."""
-        run = self._run
-        restored = self.apply_newest(wanted, look_further=True)
-        if restored is None:
-            if run.is_rank_zero:
-                run.directory.catalog.warn_if_emptied()
-            return None
-        checkpoint, only = restored.checkpoint, wanted.only
+
+        def note(restored: Restored) -> None:
+            self._note_restored(restored, wanted)
+
+        restored = self.apply_newest(wanted, note, look_further=True)
+        if restored is not None:
+            _log.info("restored step %d from %s", restored.checkpoint.step, restored.checkpoint.path)
+        return restored
+
+    def _note_restored(self, restored: Restored, wanted: Wanted) -> None:
+        """Note where the run stands, and tell history and caller."""
+        run, checkpoint, only = self._run, restored.checkpoint, wanted.only
         if restored.is_whole:
             self.adopt(restored)
             if run.is_rank_zero:
@@ -214,8 +246,6 @@ class Restorer:
                 "What was restored is that run. To start another one, give it a directory of its own.",
                 EnvironmentChangedWarning,
             )
-        _log.info("restored step %d from %s", checkpoint.step, checkpoint.path)
-        return restored
 
     def _note_changes(self, checkpoint: Checkpoint) -> list[str]:
         return note_changes(checkpoint.notes, self._run.notes)
@@ -236,15 +266,12 @@ class Restorer:
         Cost:
             Reads the checkpoint, and two passes of SHA-256 over the state.
         """
-        group = self._run.group
         with contextlib.ExitStack() as opened:
             try:
-                found = self._read(group, step, Wanted(step), opened)
+                found = self._read(Wanted(step), (), opened, lambda good: _is_equal(good.plan, captured))
             except RestoreError:
                 return False  # not even of the same form
-            with group.section(f"comparing step {step}", all) as section:
-                section.answer = isinstance(found, Good) and _is_equal(found.plan, captured)
-        return section.result
+        return isinstance(found.what, Good) and found.agrees
 
     def adopt(self, restored: Restored) -> None:
         """Go on from a checkpoint: the directory's checkpoints are this run's, those above it will make way."""
@@ -254,11 +281,14 @@ class Restorer:
             restored.checkpoint, {one for one in listed if one <= step or one in restored.steps_before}
         )
 
-    def apply_newest(self, wanted: Wanted, *, look_further: bool = False) -> Restored | None:
+    def apply_newest(
+        self, wanted: Wanted, note: Callable[[Restored], None], *, look_further: bool = False
+    ) -> Restored | None:
         """Apply the step that is wanted, or the newest good one; None when there is no checkpoint.
 
         Args:
-            wanted: What to apply.
+            wanted: What to restore.
+            note: Called when it is applied, on every rank, to note it; what it raises on one is raised on all.
             look_further: Whether to look into the store behind the directory as well, where there is one.
 
         Raises:
@@ -268,38 +298,26 @@ class Restorer:
             RestoreError: It does not fit the live objects.
         """
         run, group = self._run, self._run.group
-        steps_before = run.directory.files.steps() if group.is_rank_zero else []
         rejected: dict[PurePath, str] = {}
-        tried: set[int] = set()
         remote = self._look_further(group) if look_further else set()
-        while (candidate := self._find_candidate(group, wanted, tried, remote)) is not None:
-            step, is_remote = candidate
-            if is_remote:
-                remote.discard(step)
-                fault, url = self._fetch(group, step, wanted)
-                if isinstance(fault, Bad):
-                    self._pass_over(group, step, RemotePath(url), fault.reason, rejected)
-                elif fault is None:
-                    tried.discard(step)  # what was bad under this name has made way
-                continue
-            tried.add(step)
+        tried: list[int] = []
+        steps_before: Collection[int] | None = None
+        while True:
             with contextlib.ExitStack() as opened:
-                found = self._read(group, step, wanted, opened)
-                if isinstance(found, Good):
-                    with group.section(f"restoring step {step}"):
-                        self._apply(found.plan, streams=wanted.streams)
-                        found.mapped.check_unchanged()  # else the objects count as a mixture
-                    return Restored(
-                        found.checkpoint,
-                        found.plan,
-                        is_whole=found.is_whole,
-                        is_resized=found.is_resized,
-                        rejected=rejected,
-                        steps_before=steps_before,
-                        header=found.header,
-                    )
-            if isinstance(found, Bad):
-                self._pass_over(group, step, run.directory.files.path_of(step), found.reason, rejected)
+                found = self._read(wanted, tried, opened, remote=remote)
+                steps_before = found.listed if steps_before is None else steps_before
+                if found.step is None:
+                    break
+                if found.is_remote:
+                    self._fetch(group, found.step, wanted, tried=tried, remote=remote, rejected=rejected)
+                    continue
+                tried.append(found.step)
+                if isinstance(found.what, Good):
+                    restored = found.what.restored(rejected, steps_before)
+                    self._apply_on_all(found.what, wanted, restored, note)
+                    return restored
+            if isinstance(found.what, Bad):
+                self._pass_over(group, found.step, run.directory.files.path_of(found.step), found.what.reason, rejected)
         if rejected:
             raise NoGoodCheckpointError(
                 directory=run.directory.path, rejected=[(str(path), reason) for path, reason in rejected.items()]
@@ -317,16 +335,25 @@ class Restorer:
         mirror = self._run.directory.mirror
         if mirror is None:
             return set()
-        with group.section("looking into the store", first_answer) as section:
+        with group.section("looking into the store") as section:
             if group.is_rank_zero:
                 section.answer = sorted(mirror.look())
         return set(section.result)
 
-    def _fetch(self, group: Group, step: int, wanted: Wanted) -> tuple[Bad | Gone | None, str]:
-        """Bring a checkpoint into the directory, on rank 0; return what is wrong with it in the store, and where."""
+    def _fetch(
+        self,
+        group: Group,
+        step: int,
+        wanted: Wanted,
+        *,
+        tried: list[int],
+        remote: set[int],
+        rejected: dict[PurePath, str],
+    ) -> None:
+        """Bring a checkpoint from the store into the directory, on rank 0, or pass over it."""
         mirror = self._run.directory.mirror
         assert mirror is not None
-        with group.section(f"fetching step {step}", first_answer) as section:
+        with group.section(f"fetching step {step}") as section:
             if group.is_rank_zero:
                 fault: Bad | Gone | None = None
                 try:
@@ -334,56 +361,139 @@ class Restorer:
                 except (LoadError, FileNotFoundError) as error:
                     fault = fault_of(error, is_named=wanted.step is not None)
                 section.answer = fault, mirror.name_of(step)
-        found: tuple[Bad | Gone | None, str] = section.result
+        found, url = section.result
+        remote.discard(step)
+        if isinstance(found, Bad):
+            self._pass_over(group, step, RemotePath(url), found.reason, rejected)
+        elif found is None and step in tried:
+            tried.remove(step)  # what was bad under this name has made way
+
+    def _apply_on_all(self, good: Good, wanted: Wanted, restored: Restored, note: Callable[[Restored], None]) -> None:
+        group = self._run.group
+        names = [component.name for component, _ in good.plan.parts]
+        try:
+            with group.section(f"restoring step {good.checkpoint.step}"):
+                self._apply(good.plan, streams=wanted.streams)
+                good.mapped.check_unchanged()  # else the objects count as a mixture
+                note(restored)
+        except BaseException:
+            if group.size > 1:  # another rank may not have come so far
+                self._run.timeline.mixture.add(names)
+            raise
+
+    def _read(
+        self,
+        wanted: Wanted,
+        tried: Collection[int],
+        opened: contextlib.ExitStack,
+        judge: Callable[[Good], bool] = lambda _: True,
+        *,
+        remote: Collection[int] = (),
+    ) -> _Found:
+        """Find a checkpoint, read and check it on every rank: it is good for all of them, or for none.
+
+        Each rank looks by itself, and nearly always they see the same. Where one does not, all read what rank 0 has
+        seen, and wait until they see it, too.
+
+        Args:
+            wanted: What to restore.
+            tried: Steps that are not good.
+            opened: Keeps the files open.
+            judge: Looks at what was read.
+            remote: Steps in the store behind the directory.
+        """
+        found = self._read_together(wanted, tried, opened, judge, remote=remote)
+        if found.is_apart and not found.is_remote:
+            return self._read_together(wanted, tried, opened, judge, remote=remote, told=[found.step])
         return found
 
-    def _find_candidate(
-        self, group: Group, wanted: Wanted, tried: Collection[int], remote: Collection[int]
-    ) -> tuple[int, bool] | None:
-        """Return the step to try next, and whether it has to be fetched first; the same on every rank."""
-        files = self._run.directory.files
-        with group.section("looking for a checkpoint", _search_of_rank_zero) as section:
-            only = None if wanted.only is None else sorted(wanted.only)
-            section.answer = _Search(
-                steps=[step for step in files.steps() if step not in tried] if group.is_rank_zero else [],
-                remote=sorted(remote),
-                arguments={
-                    "step": wanted.step,
-                    "only": only,
-                    "keep_live": sorted(wanted.keep_live),
-                    "fresh": sorted(wanted.fresh),
-                    "streams": wanted.streams,
-                },
-            )
-        search = section.result
-        both = sorted({*search.steps, *search.remote})
-        if wanted.step is not None and wanted.step not in both:
-            raise CheckpointNotFoundError(directory=files.path, step=wanted.step, available_steps=both)
-        step = wanted.step if wanted.step is not None else max(both, default=None)
-        return None if step is None else (step, step not in search.steps)
+    def _read_together(
+        self,
+        wanted: Wanted,
+        tried: Collection[int],
+        opened: contextlib.ExitStack,
+        judge: Callable[[Good], bool],
+        *,
+        remote: Collection[int],
+        told: Sequence[int | None] = (),
+    ) -> _Found:
+        run, group = self._run, self._run.group
+        good: Good | None = None
+        listed: Collection[int] = ()
+        what = "reading what rank 0 sees" if told else "reading a checkpoint"
+        with group.section(what, _both_read, self._decide_read) as section:
+            section.same = {
+                "step": wanted.step,
+                "only": None if wanted.only is None else sorted(wanted.only),
+                "keep_live": sorted(wanted.keep_live),
+                "fresh": sorted(wanted.fresh),
+                "streams": wanted.streams,
+            }
+            listed = run.directory.files.steps()
+            here = [step for step in listed if step not in tried]
+            step = told[0] if told else self._candidate({*here, *remote}, wanted)
+            if step is None:
+                section.answer = _Read(group.rank, None)
+                if group.is_rank_zero and not tried:
+                    run.directory.catalog.warn_if_emptied()
+            elif not told and step not in here:
+                section.answer = _Read(group.rank, step, is_remote=True)
+            else:
+                if told:
+                    run.directory.wait_for(run.directory.files.path_of(step))
+                section.answer, good = self._read_here(step, wanted, opened, judge)
+        read: _Read = section.result
+        what_is_there = good if read.fault is None else read.fault
+        if isinstance(what_is_there, Good) and read.step is not None and not read.is_apart:
+            run.directory.catalog.remember_verdict(read.step)  # every share of it was read by some rank
+        return _Found(
+            read.step, what_is_there, listed, is_remote=read.is_remote, is_apart=read.is_apart, agrees=read.agrees
+        )
 
-    def _read(self, group: Group, step: int, wanted: Wanted, opened: contextlib.ExitStack) -> Good | Bad | Gone:
-        """Read and check a checkpoint on every rank: it is good for all of them, or for none."""
-        path = self._run.directory.files.path_of(step)
-        with group.section(f"reading step {step}", functools.partial(_same_file, path)) as reading:
-            if group.size > 1:
-                self._run.directory.wait_for(path)
-            found = self._read_here(step, wanted, opened)
-            reading.answer = found.digest if isinstance(found, Good) else found
-        if reading.result is not None:
-            return reading.result
-        assert isinstance(found, Good)  # nothing is wrong on any rank
-        with group.section(
-            f"reading the shards of step {step}", functools.partial(_first_fault_or_rest, path)
-        ) as filling:
-            filling.answer = self._fill(found, path, is_named=wanted.step is not None), found.left_out
-        if filling.result is not None:
-            return filling.result
-        self._run.directory.catalog.remember_verdict(step)  # every share of it was read by some rank
-        return found
+    def _candidate(self, steps: Collection[int], wanted: Wanted) -> int | None:
+        """Return the step that this rank would read.
 
-    def _read_here(self, step: int, wanted: Wanted, opened: contextlib.ExitStack) -> Good | Bad | Gone:
-        """Read and check a checkpoint on this rank; of shards, all but their values."""
+        Raises:
+            CheckpointNotFoundError: On rank 0: there is no checkpoint of the wanted step.
+        """
+        if wanted.step is None:
+            return max(steps, default=None)
+        if wanted.step in steps:
+            return wanted.step
+        if self._run.group.is_rank_zero:
+            files = self._run.directory.files
+            raise CheckpointNotFoundError(directory=files.path, step=wanted.step, available_steps=sorted(steps))
+        return None
+
+    def _decide_read(self, read: _Read) -> _Read:
+        """Refuse what is not the same file for every rank, and what has more in it than all ranks together.
+
+        Raises:
+            DirectoryNotSharedError: Two ranks have read different files.
+            StateMismatchError: No rank has a place for something in it.
+        """
+        if read.step is None or read.is_apart or read.is_remote:
+            return read
+        path = self._run.directory.files.path_of(read.step)
+        if read.other is not None:
+            raise DirectoryNotSharedError(directory=path.parent, rank=read.other, name=path.name, differs=True)
+        if read.fault is None:
+            refuse_left_over(read.left_out or frozenset(), path)
+        return read
+
+    def _read_here(
+        self, step: int, wanted: Wanted, opened: contextlib.ExitStack, judge: Callable[[Good], bool]
+    ) -> tuple[_Read, Good | None]:
+        """Read and check a checkpoint on this rank, shards included."""
+        group = self._run.group
+        found = self._checked(step, wanted, opened)
+        if isinstance(found, Good):
+            return _Read(group.rank, step, found.digest, left_out=found.left_out, agrees=judge(found)), found
+        if isinstance(found, Bad) and group.size > 1:
+            found = Bad(f"rank {group.rank}: {found.reason}")
+        return _Read(group.rank, step, fault=found), None
+
+    def _checked(self, step: int, wanted: Wanted, opened: contextlib.ExitStack) -> Good | Bad | Gone:
         catalog, group = self._run.directory.catalog, self._run.group
         is_named = wanted.step is not None
         try:
@@ -391,9 +501,14 @@ class Restorer:
         except (LoadError, OSError) as error:
             return fault_of(error, is_named=is_named)
         try:
-            return self._validate(file, checkpoint, wanted)
+            good = self._validate(file, checkpoint, wanted)
         except LoadError as error:  # an OSError is one of the user's own code, which runs here as well
             return fault_of(error, is_named=is_named)
+        try:
+            self._read_and_judge(good, self._run.directory.files.path_of(step))
+        except (LoadError, OSError) as error:
+            return fault_of(error, is_named=is_named)
+        return good
 
     def _validate(self, file: OpenCheckpoint, checkpoint: Checkpoint, wanted: Wanted) -> Good:
         """Check everything about a restore; of shards, all but their values.
@@ -452,14 +567,6 @@ class Restorer:
             mapped=mapped,
         )
 
-    def _fill(self, good: Good, path: Path, *, is_named: bool) -> Gone | Bad | None:
-        """Read the shards and judge the whole state; return what is wrong with it."""
-        try:
-            self._read_and_judge(good, path)
-        except (LoadError, OSError) as error:
-            return fault_of(error, is_named=is_named)
-        return None
-
     def _read_and_judge(self, good: Good, path: Path) -> None:
         """Read the shards, and let the guard that the state passed when it was saved judge it again.
 
@@ -468,7 +575,7 @@ class Restorer:
         """
         good.mapped.check_unchanged()
         if good.shards:
-            read_shards(good.shards, path, self._run.group, good.shard_files)
+            read_shards(good.shards, path, good.shard_files)
         bad = Baseline({}).check(good.plan.parts, good.guard, good.mapped.forget).bad
         if bad:
             raise DamagedCheckpointError(path=path, reason=f"it is not finite ({bad[0]})")

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
-from safeckpt.distributed import refuse_differences
 from safeckpt.errors import CheckpointNotFoundError, RollbackLoopError
 from safeckpt.run.catalog import Checkpoint
-from safeckpt.run.restoring import Restorer, Wanted
+from safeckpt.run.restoring import Restored, Restorer, Wanted
 from safeckpt.run.run import Run
 from safeckpt.run.saving import Saver
 from safeckpt.run.steps import Steps
@@ -19,18 +18,6 @@ from safeckpt.system.arguments import checked_int
 __all__ = ["Rollback"]
 
 _log = logging.getLogger("safeckpt")
-
-
-class _Answer(NamedTuple):
-    """One rank's answer: the step that it thinks has failed, and what it was asked for."""
-
-    failing: Refusal
-    arguments: dict[str, Any]
-
-
-def _failing_of_rank_zero(answers: list[_Answer]) -> Refusal:
-    refuse_differences([answer.arguments for answer in answers])
-    return answers[0].failing
 
 
 class Rollback:
@@ -54,29 +41,41 @@ class Rollback:
         checked_int("max_rollbacks", most, least=1)
         run, group = self._run, self._run.group
         changes = changed or bool(skip_batches)
-        with group.section("rolling back", _failing_of_rank_zero) as section:
+        with group.section("rolling back") as section:
+            section.same = {"skip_batches": skip_batches, "changed": changed, "max_rollbacks": most}
             left_out = self._batches_to_leave_out(skip_batches)
-            section.answer = _Answer(
-                failing=self._check_possible(changes=changes, most=most),
-                arguments={"skip_batches": skip_batches, "changed": changed, "max_rollbacks": most},
-            )
+            section.answer = self._check_possible(changes=changes, most=most)
             if group.is_rank_zero:
                 run.directory.enter()
-        failing = section.result
-        restored = self._restorer.apply_memory(self._saver.memory) or self._restorer.apply_newest(Wanted())
+        failing: Refusal = section.result
+
+        def note(restored: Restored) -> None:
+            self._note(restored, failing, left_out, changed=changed, changes=changes)
+
+        restored = self._restorer.apply_memory(self._saver.memory)
+        if restored is not None:
+            note(restored)
+        else:
+            restored = self._restorer.apply_newest(Wanted(), note)
         if restored is None:
             raise CheckpointNotFoundError(directory=run.directory.path)
+        _log.info("rolled back from step %d to step %d", failing.step, restored.checkpoint.step)
+        return restored.checkpoint
+
+    def _note(
+        self, restored: Restored, failing: Refusal, left_out: dict[str, Any], *, changed: bool, changes: bool
+    ) -> None:
+        """Leave out the batches, note where the run stands, and set aside what is newer."""
+        run = self._run
         for component, positions in left_out.items():
             run.components[component].obj.leave_out(positions)
         self._restorer.adopt(restored)
-        checkpoint = restored.checkpoint
         if run.is_rank_zero:
-            run.replay.on_restored(checkpoint.step, same=not changes)
+            run.replay.on_restored(restored.checkpoint.step, same=not changes)
         self._steps.on_restored()
         run.timeline.rolled_back(failing.step, changed=changes)
-        with group.section("setting aside"):
-            if group.is_rank_zero and run.timeline.superseded_steps:
-                run.directory.enter()
+        if run.is_rank_zero and run.timeline.superseded_steps:
+            run.directory.enter()
         self._restorer.report(
             restored,
             "rolled_back",
@@ -86,8 +85,6 @@ class Rollback:
             changed=changed,
             source=restored.source,
         )
-        _log.info("rolled back from step %d to step %d", failing.step, checkpoint.step)
-        return checkpoint
 
     def _check_possible(self, *, changes: bool, most: int) -> Refusal:
         """Return the step that failed.

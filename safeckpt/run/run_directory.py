@@ -6,9 +6,9 @@ import contextlib
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from safeckpt.distributed import Group, first_answer
+from safeckpt.distributed import Group
 from safeckpt.errors import DirectoryInUseError, DirectoryLockedError, DirectoryNotSharedError
 from safeckpt.run.catalog import Catalog, Checkpoint
 from safeckpt.run.membership import Membership
@@ -16,10 +16,24 @@ from safeckpt.run.mirroring import RunMirror
 from safeckpt.run.timeline import Timeline
 from safeckpt.store import WriterLock
 
-__all__ = ["RunDirectory"]
+__all__ = ["Place", "RunDirectory"]
 
 _SEEN_SECONDS = 60.0  # NFS shows a new name after the 60 seconds of its acdirmax at the latest, nfs(5)
 _LOOKS_SECONDS = 0.05
+
+
+class Place(NamedTuple):
+    """What rank 0 has made in the directory for a save, for the others to see.
+
+    Attributes:
+        name: Of the folder or the mark; None where there is nothing to be seen.
+        of_rank_zero: The directory, as rank 0 calls it.
+        is_folder: Whether it is the folder of the shards.
+    """
+
+    name: str | None
+    of_rank_zero: str
+    is_folder: bool
 
 
 class RunDirectory:
@@ -135,31 +149,40 @@ class RunDirectory:
                 self.files.steps()  # a listing makes NFS look again
             time.sleep(_LOOKS_SECONDS)
 
-    def refuse_unshared(self, what: str) -> None:
-        """Refuse a directory that is not the same for all ranks: rank 0 marks it, and every rank looks for the mark.
+    def make_place(self, step: int, *, is_folder: bool) -> Place:
+        """Make what the other ranks look for before a save: the folder of its shards, or a mark. On rank 0.
 
-        Done once for a group. Called by all ranks at once.
+        A mark is made once for a group: whoever has seen it shares this directory.
+        """
+        if is_folder:
+            return Place(self.files.begin_folder(step).name, str(self.path), is_folder=True)
+        if self._membership.group.size == 1 or self._shared_by is self._membership.group:
+            return Place(None, str(self.path), is_folder=False)
+        return Place(self.lock.mark(), str(self.path), is_folder=False)
+
+    def see(self, place: Place) -> None:
+        """See what rank 0 has made.
 
         Raises:
-            DirectoryNotSharedError: A rank does not see the mark.
+            DirectoryNotSharedError: It is not there.
         """
-        group = self._membership.group
-        if self._shared_by is group or group.size == 1:
+        if place.name is not None:
+            self.wait_for(self.path / place.name, place.of_rank_zero)
+
+    def note_shared(self, place: Place) -> None:
+        """Note that every rank has seen a mark, and take it away. On rank 0, in the thread that writes as well."""
+        if place.name is not None:
+            self._shared_by = self._membership.group
+            self.drop(place)
+
+    def drop(self, place: Place) -> None:
+        """Take away what was made for a save, on rank 0."""
+        if place.name is None or not self._membership.is_rank_zero:
             return
-        mark: str | None = None
-        try:
-            with group.section(what, first_answer) as section:
-                if group.is_rank_zero:
-                    mark = self.lock.mark()
-                    section.answer = (mark, str(self.path))
-            name, path_of_rank_zero = section.result
-            with group.section(what):
-                if name is not None:
-                    self.wait_for(self.path / name, path_of_rank_zero)
-        finally:
-            if mark is not None:
-                self.lock.unmark(mark)
-        self._shared_by = group
+        if not place.is_folder:
+            self.lock.unmark(place.name)
+        elif os.path.lexists(self.path / place.name):
+            self.files.drop_folder(self.path / place.name)
 
     def close(self) -> None:
         """Give back the lock, and wait for deletions that are still going on."""

@@ -2,8 +2,7 @@
 
 With several processes each of these is a section that all ranks pass, or none does::
 
-    capturing -> [refusing parts, comparing copies] -> collecting rank states -> [verifying older] -> [copying]
-        -> writing -> committing
+    capturing -> [comparing what differs] -> [verifying older] -> [making ready, copying] -> writing and committing
 
 What is in brackets happens only when it is needed. The newest step saved again is compared with its checkpoint and
 described anew, and nothing else is written.
@@ -13,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -20,39 +20,68 @@ from typing import Any, NamedTuple
 import torch
 
 from safeckpt.distributed import (
+    Digests,
     Group,
     PlanCache,
-    differing_names,
-    drifted_ranks,
-    first_answer,
+    Texts,
+    both_digests,
+    both_texts,
+    compared_digests,
     first_of_stages,
     have_own_gradients,
-    pack_rank_state,
-    rank_key,
+    lowest,
     rank_state_of,
     ranks_hold_parts,
     refuse_parts,
     replica_fingerprints,
     replica_layouts,
-    united,
-    with_placeholders,
-    with_world,
+    texts_of,
 )
 from safeckpt.errors import NonFiniteError, ReplicaDriftError, ReplicaDriftWarning, StepExistsError, drift_text
-from safeckpt.file import encode
 from safeckpt.run.background import BackgroundWriter
 from safeckpt.run.capturing import Capturer, Draft
 from safeckpt.run.catalog import Checkpoint
 from safeckpt.run.pruning import Pruning
 from safeckpt.run.restoring import Restorer
 from safeckpt.run.run import Run
-from safeckpt.run.writers import MemoryCopy, Writer, rewrite_header, writer_of
-from safeckpt.state import Staging, capture, copy_tree, to_cpu
+from safeckpt.run.run_directory import Place
+from safeckpt.run.writers import MemoryCopy, Parts, World, Writer, both_parts, rewrite_header, writer_of
+from safeckpt.state import Staging, capture
 from safeckpt.state.loss import Loss
 from safeckpt.system.threads import Progress
 from safeckpt.system.warn import warn_caller
 
 __all__ = ["Saver"]
+
+
+class _Captured(NamedTuple):
+    """What ranks have captured.
+
+    Attributes:
+        checkpoint: As the lowest rank has it.
+        is_sharded: Whether it is a directory.
+        digests: What they are compared by.
+    """
+
+    checkpoint: Checkpoint
+    is_sharded: bool
+    digests: Digests
+
+
+def _both_captured(one: _Captured, other: _Captured) -> _Captured:
+    return one._replace(digests=both_digests(one.digests, other.digests))
+
+
+class _Ground(NamedTuple):
+    """What rank 0 has made for a save.
+
+    Attributes:
+        place: What the ranks look for.
+        unread: Older steps that have to be read before they count as good.
+    """
+
+    place: Place
+    unread: list[int]
 
 
 class _Summary(NamedTuple):
@@ -65,6 +94,8 @@ class _Summary(NamedTuple):
         hold_parts: Whether the ranks hold different tensors instead of copies.
         own_gradients: Whether the ranks have different gradients.
         stages: The first rank of each stage of a model; rank 0 alone where all ranks hold the same.
+        is_again: Whether the newest checkpoint is of this step.
+        ground: What rank 0 has made; None where something is to be found out first.
     """
 
     checkpoint: Checkpoint
@@ -73,50 +104,15 @@ class _Summary(NamedTuple):
     hold_parts: bool
     own_gradients: bool
     stages: list[int]
-
-
-def _summarize(answers: list[tuple[Checkpoint, dict[str, str]]]) -> _Summary:
-    checkpoint, first = answers[0]
-    digests = [answer for _, answer in answers]
-    if len(answers) == 1:
-        return _Summary(checkpoint, first, [], hold_parts=False, own_gradients=False, stages=[0])
-    return _Summary(
-        checkpoint,
-        first,
-        drifted_ranks(digests),
-        hold_parts=ranks_hold_parts(digests),
-        own_gradients=have_own_gradients(digests),
-        stages=first_of_stages(digests),
-    )
-
-
-class _RankState(NamedTuple):
-    """One rank's answer when states are collected.
-
-    Attributes:
-        state: What it has otherwise than rank 0, encoded.
-        unread: On rank 0: older steps that have to be read before they count as good.
-        stage: Of the first rank of another stage than rank 0's: what it has of the model.
-    """
-
-    state: dict[str, Any]
-    unread: list[int]
-    stage: dict[str, Any] | None
-
-
-def _unread_by_rank_zero(answers: list[_RankState]) -> list[int]:
-    return answers[0].unread
+    is_again: bool
+    ground: _Ground | None
 
 
 class _Written(NamedTuple):
-    """Rank 0's answer after the commit, and whether something failed after it."""
+    """What rank 0 has committed, and whether something failed after that."""
 
     checkpoint: Checkpoint
     failed_late: bool
-
-
-def _what_was_written(answers: list[_Written]) -> _Written:
-    return answers[0]
 
 
 class Saver:
@@ -168,60 +164,90 @@ class Saver:
         Raises:
             BaseException: What the write has raised, once.
         """
-        self._background.wait()
+        try:
+            self._background.wait()
+        except NonFiniteError as error:
+            self.note_refusal(error)
+            raise
 
-    def save(self, step: int, loss: Loss, metrics: Mapping[str, Any] | None) -> Checkpoint:
-        """Save everything as the checkpoint of a step. Called by all ranks at once."""
+    def save(
+        self, step: int, loss: Any, metrics: Mapping[str, Any] | None, refusal: BaseException | None = None
+    ) -> Checkpoint:
+        """Save everything as the checkpoint of a step. Called by all ranks at once.
+
+        Args:
+            step: The step.
+            loss: Its loss.
+            metrics: Its metrics.
+            refusal: What this rank has refused since the ranks met last: raised on all of them.
+        """
         run, group = self._run, self._run.group
         if self._background.busy:
             run.directory.add_event("waited", step, reason="the save before is still being written")
-        self._background.wait()
+        self.wait()
         what = f"saving step {step}"
-        draft, summary = self._capture(group, what, step, loss, metrics)
-        if step == run.timeline.saved_step and self._is_on_disk(group, what, step):
-            return self._save_again(group, what, draft)
-        if summary.hold_parts:
-            self._refuse_parts(group, what, draft)
-        if summary.drifted:
-            self._report_drift(group, what, draft, summary.drifted)
-        draft = self._with_rank_states(group, what, draft, summary)
-        self._is_checked = True  # the state was encoded, and the directory taken
-        run.directory.refuse_unshared(what)
-        writer = writer_of(
-            draft,
-            run.directory,
-            run.components,
-            self._progress,
-            self._plans,
-            rules=self._pruning.rules,
-            refuse=self._capturer.refuse_written,
-            copies_differ=bool(summary.drifted),
-        )
-        if self._staging is None:
-            return self._write(group, what, writer)
-        return self._start_write(group, what, writer, self._staging)
+        try:
+            draft, summary = self._capture(what, step, loss, metrics, refusal)
+            if summary.is_again:
+                return self._save_again(group, what, draft)
+            ground = summary.ground
+            if ground is None:
+                ground = self._find_out(group, what, draft, summary)
+            try:
+                self._verify_older(group, what, ground.unread)
+                return self._write_draft(group, what, draft, summary, ground.place)
+            except BaseException:
+                run.directory.drop(ground.place)
+                raise
+        except NonFiniteError as error:
+            self.note_refusal(error)
+            raise
 
     # -- what is saved -----------------------------------------------------------------------------------------------
 
     def _capture(
-        self, group: Group, what: str, step: int, loss: Loss, metrics: Mapping[str, Any] | None
+        self, what: str, step: int, loss: Any, metrics: Mapping[str, Any] | None, refusal: BaseException | None
     ) -> tuple[Draft, _Summary]:
         """Capture and guard on every rank, and take rank 0's idea of the checkpoint."""
-        try:
-            with group.section(f"{what}: capturing", _summarize) as section:
-                draft = self._capturer.capture(step, loss, metrics)
-                section.answer = draft.checkpoint, draft.digests
-        except NonFiniteError as error:
-            self.note_refusal(error)
-            raise
+        group = self._run.group
+        with group.section(what, _both_captured, self._summarize) as section:
+            if refusal is not None:
+                raise refusal
+            draft = self._capturer.capture(step, Loss.read(loss), metrics)
+            digests = compared_digests(group.rank, draft.digests)
+            section.answer = _Captured(draft.checkpoint, draft.is_sharded, digests)
         checkpoint = dataclasses.replace(section.result.checkpoint, path=draft.checkpoint.path)
         return dataclasses.replace(draft, checkpoint=checkpoint), section.result
 
-    def _is_on_disk(self, group: Group, what: str, step: int) -> bool:
-        """Return whether a step that was saved has a checkpoint still; rank 0 knows, others may see old listings."""
-        with group.section(f"{what}: looking for it", first_answer) as section:
-            section.answer = group.is_rank_zero and os.path.lexists(self._run.directory.files.path_of(step))
-        return bool(section.result)
+    def _summarize(self, captured: _Captured) -> _Summary:
+        """Sum up what all ranks have captured, and begin to save it where nothing speaks against that. On rank 0."""
+        found = captured.digests
+        summary = _Summary(
+            captured.checkpoint,
+            dict(found.first),
+            found.drifted(),
+            hold_parts=ranks_hold_parts(found),
+            own_gradients=have_own_gradients(found),
+            stages=first_of_stages(found),
+            is_again=self._is_newest(captured.checkpoint.step),
+            ground=None,
+        )
+        is_in_doubt = summary.hold_parts or (summary.drifted and self._run.membership.ranks.on_drift != "ignore")
+        if summary.is_again or is_in_doubt:
+            return summary
+        return summary._replace(ground=self._make_ground(captured.checkpoint.step, is_sharded=captured.is_sharded))
+
+    def _is_newest(self, step: int) -> bool:
+        """Return whether a step is the one saved last, and its checkpoint is there still. On rank 0."""
+        return step == self._run.timeline.saved_step and os.path.lexists(self._run.directory.files.path_of(step))
+
+    def _make_ground(self, step: int, *, is_sharded: bool) -> _Ground:
+        """Take the directory, and make there what the ranks look for. On rank 0."""
+        directory = self._run.directory
+        directory.enter()
+        self._pruning.announce()
+        unread = self._pruning.unread(step) if is_sharded else []
+        return _Ground(directory.make_place(step, is_folder=is_sharded), unread)
 
     def _save_again(self, group: Group, what: str, draft: Draft) -> Checkpoint:
         """Return the newest checkpoint, with a new loss or new metrics in it, if it holds what the objects hold.
@@ -233,7 +259,7 @@ class Saver:
         run, step = self._run, draft.checkpoint.step
         if not self._restorer.holds(step, draft.captured):
             raise StepExistsError(step=step, path=run.directory.files.path_of(step))
-        with group.section(f"{what}: describing it", first_answer) as section:
+        with group.section(f"{what}: describing it", lowest) as section:
             if group.is_rank_zero:
                 section.answer = self._update_header(draft.checkpoint)
         checkpoint: Checkpoint = section.result
@@ -254,9 +280,9 @@ class Saver:
         rewrite_header(updated, run.directory)
         run.directory.catalog.remember_verdict(new.step)
         run.directory.add_event("described", new.step, loss=updated.loss, metrics=dict(updated.metrics))
-        self._pruning.prune(new.step)
         if run.directory.mirror is not None:
             run.directory.mirror.described(new.step)
+        self._pruning.prune(new.step)
         return run.directory.catalog.peek(new.step)
 
     def note_refusal(self, error: NonFiniteError) -> None:
@@ -265,86 +291,82 @@ class Saver:
         if error.step is not None and (refusal is None or refusal.step != error.step):
             self._run.timeline.refuse(error.step, str(error).partition("\n")[0])
 
-    def _refuse_parts(self, group: Group, what: str, draft: Draft) -> None:
-        with group.section(f"{what}: comparing parts", differing_names) as section:
-            section.answer = replica_layouts(draft.captured, draft.digests["stage"])
-        with group.section(f"{what}: refusing parts"):
-            refuse_parts(section.result)
-
-    def _report_drift(self, group: Group, what: str, draft: Draft, ranks: list[int]) -> None:
-        """Name what differs between replicas, and warn or refuse."""
-        run = self._run
-        policy = run.membership.ranks.on_drift
-        if policy == "ignore":
-            return
-        with group.section(f"{what}: comparing copies", differing_names) as section:
-            section.answer = replica_fingerprints(draft.captured)
-        step, names = draft.checkpoint.step, section.result
+    def _find_out(self, group: Group, what: str, draft: Draft, summary: _Summary) -> _Ground:
+        """Name what differs between ranks, and refuse it, or warn of it and begin to save."""
+        run, step = self._run, draft.checkpoint.step
+        if summary.hold_parts:
+            with group.section(f"{what}: comparing parts", both_texts, _refuse_parts) as section:
+                section.answer = texts_of(replica_layouts(draft.captured, draft.digests["stage"]))
+        with group.section(f"{what}: comparing copies", both_texts, Texts.differing) as section:
+            section.answer = texts_of(replica_fingerprints(draft.captured))
+        ranks, names = summary.drifted, section.result
         run.directory.add_event("replicas_differ", step, ranks=ranks, names=names[:20], names_total=len(names))
         is_first = run.timeline.saved_step is None
-        if policy == "error" or is_first:
+        if run.membership.ranks.on_drift == "error" or is_first:
             raise ReplicaDriftError(step=step, ranks=ranks, names=names, first=is_first, path=run.directory.path)
-        with group.section(f"{what}: warning of drift"):  # where warnings are errors, on all ranks
+        with group.section(f"{what}: warning of drift") as section:  # where warnings are errors, on all ranks
             if group.is_rank_zero:
                 warn_caller(drift_text(step, ranks, names), ReplicaDriftWarning)
-
-    def _with_rank_states(self, group: Group, what: str, draft: Draft, summary: _Summary) -> Draft:
-        """Take the directory, and return the draft with what each rank has otherwise than rank 0 in it.
-
-        Into a file rank 0 writes it for all; into a directory each rank writes its own.
-        """
-        run = self._run
-        with group.section(f"{what}: collecting rank states", _unread_by_rank_zero) as section:
-            unread: list[int] = []
-            state: dict[str, Any] = {}
-            is_first_of_stage = draft.is_sharded and group.rank in summary.stages[1:]
-            if group.is_rank_zero:
-                run.directory.enter()
-                self._pruning.announce()
-                if draft.is_sharded:
-                    unread = self._pruning.unread(draft.checkpoint.step)
-            else:  # a copy: a view would be sent with all of the memory around it
-                state = rank_state_of(draft.captured, draft.digests, summary.digests)
-                if draft.is_sharded:
-                    state = with_placeholders(state, draft.shards)
-                state = copy_tree(to_cpu(state))
-                if draft.is_sharded:
-                    own_item = {rank_key(group.rank): pack_rank_state(state)}
-                    draft, state = dataclasses.replace(draft, shards={**draft.shards, **own_item}), {}
-            stage = draft.payload if is_first_of_stage else None
-            section.answer = _RankState(encode(state, root="payload"), unread, stage)
-        if draft.is_sharded:
-            self._verify_older(group, what, section.result)
-        if group.size == 1 or not group.is_rank_zero:
-            return draft
-        stages = [answer.stage for answer in section.answers if answer.stage is not None]
-        payload = with_world(
-            united([draft.payload, *stages]),
-            group.size,
-            own_gradients=summary.own_gradients,
-            stage=draft.digests["stage"],
-            rank_states=None if draft.is_sharded else [answer.state for answer in section.answers],
-        )
-        return dataclasses.replace(draft, payload=payload)
+                section.answer = self._make_ground(step, is_sharded=draft.is_sharded)
+        ground: _Ground = section.result
+        return ground
 
     def _verify_older(self, group: Group, what: str, steps: list[int]) -> None:
         """Read older checkpoints whose state decides what may be deleted: all ranks together, since they are large."""
+        if not steps:
+            return
         catalog = self._run.directory.catalog
-        for step in steps:
-            with group.section(f"{what}: verifying step {step}", all) as section:
-                section.answer = catalog.is_good_share(step, group.rank, group.size)
-            if group.is_rank_zero:
-                catalog.remember_verdict(step, good=section.result)
+        with group.section(f"{what}: verifying older ones", _all_of_each) as section:
+            section.answer = [catalog.is_good_share(step, group.rank, group.size) for step in steps]
+        if group.is_rank_zero:
+            for step, good in zip(steps, section.result, strict=True):
+                catalog.remember_verdict(step, good=good)
 
     # -- how it is written -------------------------------------------------------------------------------------------
 
-    def _start_write(self, group: Group, what: str, writer: Writer, staging: Staging) -> Checkpoint:
-        """Copy what training is about to change, and write in the background."""
-        with group.section(f"{what}: copying"):
-            self._memory = None
-            payload = writer.stage(staging, is_rank_zero=group.is_rank_zero)
-            if payload is not None:
-                self._memory = MemoryCopy(writer.checkpoint.step, payload)
+    def _write_draft(self, group: Group, what: str, draft: Draft, summary: _Summary, place: Place) -> Checkpoint:
+        """Write a draft, or have it written in the background, when every rank has made itself ready."""
+        self._is_checked = True  # the state was encoded, and the directory taken
+        run = self._run
+        world = World(
+            group.rank,
+            group.size,
+            own_gradients=summary.own_gradients,
+            copies_differ=bool(summary.drifted),
+            stage=summary.digests.get("stage", ""),
+            has_new_stage=group.rank in summary.stages[1:],
+        )
+        writer = writer_of(
+            draft,
+            run.directory,
+            run.components,
+            progress=self._progress,
+            plans=self._plans,
+            refuse=self._capturer.refuse_written,
+            rules=self._pruning.rules,
+            place=place,
+            world=world,
+        )
+
+        def make_ready() -> None:
+            own = None if group.is_rank_zero else rank_state_of(draft.captured, draft.digests, summary.digests)
+            writer.ready(own)
+
+        if self._staging is None and not draft.is_sharded:
+            return self._write(group, what, writer, make_ready)
+        if draft.is_sharded:
+            group.process_group  # noqa: B018 - formed here, in the training loop
+        with group.section(f"{what}: making ready", decide=lambda _: writer.note_seen()):
+            make_ready()
+            if self._staging is not None:
+                self._memory = None
+                payload = writer.stage(self._staging, is_rank_zero=group.is_rank_zero)
+                if payload is not None:
+                    self._memory = MemoryCopy(writer.checkpoint.step, payload)
+        return (self._write if self._staging is None else self._start_write)(group, what, writer)
+
+    def _start_write(self, group: Group, what: str, writer: Writer) -> Checkpoint:
+        """Write in the background."""
         background = group.for_background()
         checkpoint = writer.checkpoint
         timeline = self._run.timeline
@@ -363,49 +385,52 @@ class Saver:
         try:
             self._write(group, what, writer)
         except BaseException:
-            if group.size == 1:  # ranks would learn of it before different steps
-                self._run.timeline.fail_save()
+            self._run.timeline.fail_save()
             raise
 
-    def _write(self, group: Group, what: str, writer: Writer) -> Checkpoint:
+    def _write(
+        self, group: Group, what: str, writer: Writer, make_ready: Callable[[], None] = lambda: None
+    ) -> Checkpoint:
         """Write on all ranks, commit on rank 0, and let every rank know what has become of it.
 
         What goes wrong after the commit, such as a sync of the directory, is raised when all ranks know that the
         checkpoint is there: otherwise they would not agree on when the next one is due.
         """
-        late: BaseException | None = None
+        late: list[BaseException] = []
+
+        def commit(parts: Parts) -> _Written:
+            writer.note_seen()
+            try:
+                written = self._commit(writer, parts)
+                self._mirror(written, group)
+                return _Written(written, failed_late=False)
+            except BaseException as error:
+                if self._run.timeline.saved_step != writer.checkpoint.step:
+                    raise
+                late.append(error)
+                return _Written(writer.checkpoint, failed_late=True)
+
         try:
-            writer.write(group, what)
-            with group.section(f"{what}: committing it", _what_was_written) as section:
-                written = writer.checkpoint
-                if group.is_rank_zero:
-                    try:
-                        written = self._commit(writer)
-                        self._mirror(written, group)
-                    except BaseException as error:
-                        if self._run.timeline.saved_step != written.step:
-                            raise
-                        late = error
-                section.answer = _Written(written, late is not None)
-        except BaseException as error:
+            with group.section(f"{what}: writing", both_parts, commit) as section:
+                make_ready()
+                section.answer = writer.write(group)
+        except BaseException:
             writer.discard()
-            if isinstance(error, NonFiniteError):
-                self.note_refusal(error)
             raise
-        written = dataclasses.replace(section.result.checkpoint, path=writer.checkpoint.path)
+        written: Checkpoint = dataclasses.replace(section.result.checkpoint, path=writer.checkpoint.path)
         if not group.is_rank_zero:
             self._run.timeline.record(written)
             self._mirror(written, group)
         if section.result.failed_late:
             with group.section(f"{what}: after the commit"):
-                if late is not None:
-                    raise late
+                if late:
+                    raise late[0]
         return written
 
-    def _commit(self, writer: Writer) -> Checkpoint:
+    def _commit(self, writer: Writer, parts: Parts) -> Checkpoint:
         """Commit a checkpoint, and only then forget what is no longer needed. On rank 0."""
         run = self._run
-        checkpoint = writer.prepare()
+        checkpoint = writer.prepare(parts)
         try:
             with run.replay.committing(checkpoint.step):
                 writer.commit()
@@ -451,3 +476,11 @@ class Saver:
             large = {name: component for name, component in components if component.kind in ("module", "optimizer")}
             with torch.inference_mode(mode=False):  # in which tensors have no versions, and DTensors no parts
                 self._staging.warm(capture(large).payload)
+
+
+def _all_of_each(one: list[bool], other: list[bool]) -> list[bool]:
+    return list(map(operator.and_, one, other))
+
+
+def _refuse_parts(texts: Texts) -> None:
+    refuse_parts(texts.differing())

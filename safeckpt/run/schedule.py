@@ -31,19 +31,18 @@ class SaveSchedule:
         """Whether it ever asks for a save by itself."""
         return self._every is not None
 
-    @property
-    def by_count(self) -> bool:
-        """Whether it goes by steps alone, which is the same for every process of a run."""
-        return not isinstance(self._every, dt.timedelta)
-
     def is_due(self, step: int) -> bool:
         """Return whether a save is due at this step."""
         if self._is_asked:
             return True
         if isinstance(self._every, dt.timedelta):
             return time.monotonic() - self._since >= self._every.total_seconds()
+        return self.is_due_by_count(step)
+
+    def is_due_by_count(self, step: int) -> bool:
+        """Return whether a save is due at this step by the number of steps alone, as every rank knows by itself."""
         # Passing a multiple counts as reaching it: a step may be skipped by a rollback.
-        return self._every is not None and step // self._every > self._step // self._every
+        return isinstance(self._every, int) and step // self._every > self._step // self._every
 
     def restart(self, step: int) -> None:
         """Count from this step and this moment: it was saved, is being saved, or was restored."""

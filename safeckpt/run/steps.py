@@ -1,7 +1,8 @@
 """The end of every step: guard the loss, record it, and save when a checkpoint is due.
 
-Several processes do not stand still at each step. A rank that refuses a loss goes on with the others to the next
-agreement, where all ranks raise the refusal: alone, it would leave them waiting in their next collective.
+Several processes do not stand still at each step. Every few steps they agree, and no rank waits for the others even
+then: what came of it is read at the next time. A rank that refuses a loss goes on with the others until all ranks know
+and raise the refusal: alone, it would leave them waiting in their next collective.
 
 A step may end before everything that belongs to it has run: validation, schedulers, what a trainer does at the end of
 an epoch. Then a checkpoint that is due is owed, and saved at the next safe point.
@@ -9,13 +10,15 @@ an epoch. Then a checkpoint that is due is owed, and saved at the next safe poin
 
 from __future__ import annotations
 
+import functools
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from safeckpt.distributed import Group, in_group
-from safeckpt.errors import NonFiniteError, ReplayMismatchError, ReplayMismatchWarning, SafeckptWarning
+from safeckpt.distributed import Section, in_group
+from safeckpt.errors import NonFiniteError, SafeckptError, SafeckptWarning
 from safeckpt.run.arguments import checked_metrics, checked_step
 from safeckpt.run.capturing import Capturer
 from safeckpt.run.catalog import Checkpoint
@@ -28,6 +31,11 @@ from safeckpt.system.warn import warn_caller
 __all__ = ["Steps"]
 
 _log = logging.getLogger("safeckpt")
+
+_STOP_SECONDS = 5.0  # from a stop signal to the step that heeds it, or one step where that takes longer
+_LONG_STEP_SECONDS = 0.5
+# What ending a step may raise on one rank alone.
+_OF_ONE_RANK = (SafeckptError, SafeckptWarning, OSError, TypeError, ValueError)
 
 
 class _Ended(NamedTuple):
@@ -47,34 +55,48 @@ class _Ended(NamedTuple):
 
 
 class _Due(NamedTuple):
-    """One rank's answer at the end of a step.
+    """What ranks say at the end of a step.
 
     Attributes:
-        refused_step: The step that this rank has refused since the last agreement.
-        is_due: Whether its clock or count asks for a save.
-        stop_requested: Whether it was asked to stop.
+        is_due: Whether rank 0 asks for a save, by clock or since the last one has failed.
+        stop_requested: Whether one of them was asked to stop.
+        step_seconds: How long rank 0 takes for a step; None where that is not known.
     """
 
-    refused_step: int | None
     is_due: bool
     stop_requested: bool
+    step_seconds: float | None
 
 
 class _Agreed(NamedTuple):
-    """The decision of all ranks: who refused the earliest step, if anybody; else what to do."""
+    """What all ranks do.
 
-    refusing_rank: int | None
+    Attributes:
+        is_due: Save.
+        stop_requested: Save, and stop.
+        steps: How many steps until they agree again.
+        waits: Whether they then wait for each other, since that takes no time beside a step.
+    """
+
     is_due: bool
     stop_requested: bool
+    steps: int
+    waits: bool
+
+    @property
+    def saves(self) -> bool:
+        """Whether they save."""
+        return self.is_due or self.stop_requested
 
 
-def _decide(answers: list[_Due]) -> _Agreed:
-    refused = [(answer.refused_step, rank) for rank, answer in enumerate(answers) if answer.refused_step is not None]
-    return _Agreed(
-        refusing_rank=min(refused)[1] if refused else None,
-        is_due=answers[0].is_due,
-        stop_requested=any(answer.stop_requested for answer in answers),
-    )
+def _both_due(one: _Due, other: _Due) -> _Due:
+    return one._replace(stop_requested=one.stop_requested or other.stop_requested)
+
+
+def _agreed(most_steps: int, due: _Due) -> _Agreed:
+    seconds = due.step_seconds
+    steps = 1 if seconds is None else max(1, min(most_steps, int(_STOP_SECONDS / 2 / max(seconds, 1e-9))))
+    return _Agreed(due.is_due, due.stop_requested, steps, waits=seconds is not None and seconds > _LONG_STEP_SECONDS)
 
 
 class Steps:
@@ -97,8 +119,11 @@ class Steps:
         self._unsaved: _Ended | None = None
         self._is_owed = False  # a checkpoint was due, and its step has ended without it
         self._was_tried = False  # and somebody has tried to save it since
+        self._asked: Section | None = None  # what the ranks agreed on last, and have not read yet
+        self._next_step = 0  # at which they agree again
+        self._last_asked = 0, 0.0  # step and time
         self._watch = StreamWatch(component.obj for component in run.components.values())
-        self._handed_out: deque[tuple[int, dict[str, Any]]] = deque(maxlen=run.membership.ranks.agree_every + 1)
+        self._handed_out: deque[tuple[int, dict[str, Any]]] = deque(maxlen=2 * run.membership.ranks.agree_every + 2)
 
     @property
     def stop_requested(self) -> bool:
@@ -131,17 +156,21 @@ class Steps:
         self._pending = None
         self._unsaved = None
         self._is_owed = False
+        self._asked, self._next_step = None, 0
         self._watch.end()
 
     def save(self, step: int, loss: Any, metrics: Mapping[str, Any] | None) -> Checkpoint:
         """Save now, after what ranks have refused was raised on all of them."""
-        if self._run.group.size > 1:
-            self._agree(f"saving step {step}", is_due=True)
+        self._read_agreement()
         self._was_tried = True
-        checkpoint = self._saver.save(step, Loss.read(loss), metrics)
+        checkpoint = self._save(step, loss, metrics)
         self._is_owed = False
-        self._watch.begin(step)
+        self._watch.begin(checkpoint.step)
         return checkpoint
+
+    def _save(self, step: int, loss: Any, metrics: Mapping[str, Any] | None) -> Checkpoint:
+        pending, self._pending = self._pending, None
+        return self._saver.save(step, loss, metrics, pending)
 
     def save_due(self, metrics: Mapping[str, Any] | None) -> Checkpoint | None:
         """Save the last step that ended, where that was put off or a stop was requested since."""
@@ -157,9 +186,8 @@ class Steps:
                 "optimizer.step(), and one end_step for each of them"
             )
         self._was_tried = True
-        if self._run.group.size > 1:
-            self._agree(f"saving step {unsaved.step}, which was due", is_due=True)
-        checkpoint = self._saver.save(unsaved.step, unsaved.loss, {**(unsaved.metrics or {}), **more})
+        self._read_agreement()
+        checkpoint = self._save(unsaved.step, unsaved.loss, {**(unsaved.metrics or {}), **more})
         self._is_owed = False
         self._watch.begin(unsaved.step)
         return checkpoint
@@ -169,21 +197,18 @@ class Steps:
         run = self._run
         step = checked_step(step)
         self._refuse_debt()
-        checked_metrics(metrics)
         run.timeline.check_end(step)
-        self._capturer.end_loader_step(step)
-        value = Loss.read(loss)
         if run.group.size > 1:
-            is_due = self._end_in_group(step, value)
+            value = self._note_loss(step, loss, metrics)
+            is_due = self._end_in_group(step)
         else:
-            self._capturer.refuse_loss(step, value)
-            run.replay.end_step(step, value)
+            value = self._take_loss(step, loss, metrics)
             self._agreed_to_stop = self._is_asked_to_stop()  # a group of one agrees with itself
             is_due = run.timeline.is_due(step) or self._agreed_to_stop
         ended = _Ended(step, value, metrics, self._capturer.optimizer_steps)
         if is_due and save:
             try:
-                checkpoint = self._saver.save(step, value, metrics)
+                checkpoint = self._save(step, value, metrics)
             except OSError:
                 run.timeline.end(step)  # it was trained, whatever the disk says; the next one tries to save again
                 self._unsaved, self._is_owed = ended, False
@@ -199,6 +224,27 @@ class Steps:
             run.timeline.forget_refusal()  # the caller went on without a rollback
         self._saver.warm()
         return None
+
+    def _take_loss(self, step: int, loss: Any, metrics: Mapping[str, Any] | None) -> Loss:
+        """Guard and record a loss, and return it."""
+        checked_metrics(metrics)
+        self._capturer.end_loader_step(step)
+        value = Loss.read(loss)
+        self._capturer.refuse_loss(step, value)
+        if self._run.is_rank_zero:
+            self._run.replay.end_step(step, value)
+        return value
+
+    def _note_loss(self, step: int, loss: Any, metrics: Mapping[str, Any] | None) -> Loss:
+        """Guard and record a loss; what is refused here is raised when all ranks know, and this rank goes on."""
+        if self._pending is None:
+            try:
+                return self._take_loss(step, loss, metrics)
+            except _OF_ONE_RANK as error:
+                self._pending = error
+        else:
+            self._capturer.end_loader_step(step)
+        return Loss.read(None)
 
     def _refuse_debt(self) -> None:
         """Refuse to end a step while the checkpoint of the one before is owed: nobody may ever come to save it.
@@ -238,7 +284,8 @@ class Steps:
                 _log.info("step %d is saved, and no step has ended since", saved)
             return None
         if run.group.size > 1:  # what one rank has refused is raised on all, which would wait for it in the save
-            self._agree(f"saving step {unsaved.step} at the end", is_due=True)
+            self._read_agreement()
+            self._raise_refusals(unsaved.step)
         if (refusal := run.timeline.refusal) is not None:
             which = "it" if refusal.step == unsaved.step else "a later step"
             self._warn_unsaved(unsaved.step, f"{which} was refused")
@@ -248,7 +295,7 @@ class Steps:
                 unsaved.step, "an optimizer step was made after it, and end_step was not called for that"
             )
             return None
-        return self._saver.save(unsaved.step, unsaved.loss, unsaved.metrics)
+        return self._save(unsaved.step, unsaved.loss, unsaved.metrics)
 
     def close(self) -> None:
         """Let go of the loaders that are watched."""
@@ -260,44 +307,67 @@ class Steps:
         text = f"Step {step} is not saved at the end of the run: {why}. Nothing is lost on disk; {resumed}."
         warn_caller(text, SafeckptWarning)
 
-    def _end_in_group(self, step: int, loss: Loss) -> bool:
+    def _end_in_group(self, step: int) -> bool:
         """Return whether to save.
 
-        The ranks agree when a number of steps says that a save is due, which all of them know by themselves, and at
-        every multiple of `agree_every`. What else can make a save due, a clock or a signal, counts only there.
+        That a number of steps makes a save due, all ranks know by themselves. What else can, a clock or a signal,
+        they learn from each other.
         """
         run = self._run
         loaders = {name: one.obj for name, one in run.components.items() if hasattr(one.obj, "leave_out")}
         self._handed_out.append((step, {name: loader.last_batches(1) for name, loader in loaders.items()}))
-        if self._pending is None:
-            try:
-                self._capturer.refuse_loss(step, loss)
-                if run.is_rank_zero:
-                    run.replay.end_step(step, loss)
-            except (NonFiniteError, ReplayMismatchError, ReplayMismatchWarning) as error:
-                self._pending = error
-        by_count = run.timeline.due_by_count and run.timeline.is_due(step)
-        if not by_count and step % run.membership.ranks.agree_every:
-            return False
-        agreed = self._agree(f"ending step {step}", is_due=run.timeline.is_due(step))
-        self._agreed_to_stop = agreed.stop_requested
-        return agreed.is_due or agreed.stop_requested
+        agreed = self._agree(step) if step >= self._next_step else None
+        return run.timeline.is_due_by_count(step) or (agreed is not None and agreed.saves)
 
-    def _agree(self, what: str, *, is_due: bool) -> _Agreed:
-        """Agree on what to do; where a rank has refused a step, all ranks raise the earliest refusal."""
-        group: Group = self._run.group
-        pending = self._pending
-        refused_step = None if pending is None else getattr(pending, "step", None) or 0
-        with group.section(what, _decide) as section:
-            section.answer = _Due(refused_step, is_due, self._is_asked_to_stop())
-        self._pending = None
-        agreed = section.result
-        if agreed.refusing_rank is not None:
-            try:
-                with group.section(f"{what}: refusing"):
-                    if pending is not None and group.rank == agreed.refusing_rank:
-                        raise pending
-            except NonFiniteError as error:
+    def _agree(self, step: int) -> _Agreed | None:
+        """Read what the ranks have agreed on, and say what is to be agreed on next; None the first time.
+
+        The first agreement after a start or a restore is waited for: it says how often there are others.
+        """
+        before = self._read_agreement()
+        is_first = self._next_step == 0
+        waits = is_first or (before is not None and before.waits)
+        last_step, last_time = self._last_asked
+        now = time.monotonic()
+        seconds = None if is_first else (now - last_time) / max(1, step - last_step)
+        self._last_asked = step, now
+        run = self._run
+        decide = functools.partial(_agreed, run.membership.ranks.agree_every)
+        with run.group.section(f"ending step {step}", _both_due, decide, waits=False) as section:
+            self._raise_pending()
+            is_saved_now = run.timeline.is_due_by_count(step) or (before is not None and before.saves)
+            section.answer = _Due(run.timeline.is_due(step) and not is_saved_now, self._is_asked_to_stop(), seconds)
+        self._asked = section
+        self._next_step = step + (1 if before is None else before.steps)
+        return self._read_agreement() if waits else before
+
+    def _read_agreement(self) -> _Agreed | None:
+        """Return what the ranks have agreed on last, once; what one of them has refused is raised on all."""
+        asked, self._asked = self._asked, None
+        if asked is None:
+            return None
+        try:
+            asked.finish()
+        except BaseException as error:
+            self._pending = None
+            if isinstance(error, NonFiniteError):
                 self._saver.note_refusal(error)
-                raise
+            raise
+        agreed: _Agreed = asked.result
+        self._agreed_to_stop = agreed.stop_requested
         return agreed
+
+    def _raise_refusals(self, step: int) -> None:
+        """Raise on all ranks what one of them has refused since the last agreement."""
+        try:
+            with self._run.group.section(f"saving step {step} at the end"):
+                self._raise_pending()
+        except NonFiniteError as error:
+            self._saver.note_refusal(error)
+            raise
+        finally:
+            self._pending = None
+
+    def _raise_pending(self) -> None:
+        if self._pending is not None:
+            raise self._pending

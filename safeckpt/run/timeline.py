@@ -185,10 +185,9 @@ class Timeline:
         """Whether `end_step` saves without being asked."""
         return self._schedule.is_set
 
-    @property
-    def due_by_count(self) -> bool:
-        """Whether saves are due by the number of steps alone, which every rank knows by itself."""
-        return self._schedule.by_count
+    def is_due_by_count(self, step: int) -> bool:
+        """Return whether a save is due by the number of steps alone, which every rank knows by itself."""
+        return self._schedule.is_due_by_count(step)
 
     def refuse_closed(self) -> None:
         """Refuse to go on after `close`."""

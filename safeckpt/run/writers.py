@@ -1,7 +1,8 @@
 """The two forms of a checkpoint: one file that rank 0 writes, and a directory into which every rank writes shards.
 
-`stage` is called in the training loop, and only when a thread is going to write. The rest is alike in both: `write` is
-done by all ranks, `prepare` and `commit` by rank 0, `discard` by every rank that has something to remove.
+What is alike in both: every rank makes itself `ready`, in the training loop, and copies what it writes with `stage`
+when a thread is going to write it; `write` is done by all ranks, `prepare` and `commit` by rank 0, `discard` by every
+rank that has something to remove.
 """
 
 from __future__ import annotations
@@ -11,19 +12,40 @@ import dataclasses
 import errno
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from safeckpt.distributed import Group, PlanCache, first_answer, local_parts, replace_local_parts, write_shards
+from safeckpt.distributed import (
+    Group,
+    PlanCache,
+    local_parts,
+    pack_rank_state,
+    rank_key,
+    replace_local_parts,
+    united,
+    with_placeholders,
+    with_world,
+    write_shards,
+)
 from safeckpt.errors import NonFiniteError
-from safeckpt.file import INDEX, PreparedFile, ShardFile, open_file, prepare
+from safeckpt.file import INDEX, PreparedFile, ShardFile, encode, open_file, prepare
 from safeckpt.run.capturing import Draft
 from safeckpt.run.catalog import Checkpoint
-from safeckpt.run.run_directory import RunDirectory
-from safeckpt.state import RESERVED_KEY, Component, Staging, guard_from_record, guarded_in, to_cpu
+from safeckpt.run.run_directory import Place, RunDirectory
+from safeckpt.state import RESERVED_KEY, Component, Staging, copy_tree, guard_from_record, guarded_in, to_cpu
 from safeckpt.system.threads import Progress
 
-__all__ = ["FileWriter", "MemoryCopy", "ShardedWriter", "Writer", "rewrite_header", "writer_of"]
+__all__ = [
+    "FileWriter",
+    "MemoryCopy",
+    "Parts",
+    "ShardedWriter",
+    "World",
+    "Writer",
+    "both_parts",
+    "rewrite_header",
+    "writer_of",
+]
+
 
 Refuse: TypeAlias = Callable[[int, NonFiniteError], NonFiniteError]  # step, error -> the error to raise
 
@@ -35,6 +57,53 @@ class MemoryCopy(NamedTuple):
     payload: dict[str, Any]
 
 
+class World(NamedTuple):
+    """The ranks that save together.
+
+    Attributes:
+        rank: This one.
+        size: How many there are.
+        own_gradients: Whether they have different gradients.
+        copies_differ: Whether ranks that ought to hold equal copies do not.
+        stage: What rank 0 has of the model.
+        has_new_stage: Whether this rank is the first one, after rank 0, with another stage of the model.
+    """
+
+    rank: int
+    size: int
+    own_gradients: bool
+    copies_differ: bool
+    stage: str
+    has_new_stage: bool
+
+    def added_to(self, payload: Any, rank_states: list[Any] | None) -> dict[str, Any]:
+        """Return the payload of rank 0 with what is to be known of the others; as it is where there are none."""
+        if self.size == 1:
+            return payload  # type: ignore[no-any-return]
+        return with_world(
+            payload, self.size, own_gradients=self.own_gradients, stage=self.stage, rank_states=rank_states
+        )
+
+
+class Parts(NamedTuple):
+    """What rank 0 needs of all ranks to commit a checkpoint, in the order of the ranks.
+
+    Attributes:
+        files: The shards that were written.
+        rank_states: What ranks have otherwise than rank 0, where they do not write it.
+        stages: What ranks have of the model that those before have not.
+    """
+
+    files: list[ShardFile] = []  # noqa: RUF012 - never changed
+    rank_states: list[Any] = []  # noqa: RUF012
+    stages: list[Any] = []  # noqa: RUF012
+
+
+def both_parts(one: Parts, other: Parts) -> Parts:
+    """Return the parts of both."""
+    return Parts(one.files + other.files, one.rank_states + other.rank_states, one.stages + other.stages)
+
+
 class Writer(Protocol):
     """Writes one checkpoint.
 
@@ -44,14 +113,24 @@ class Writer(Protocol):
 
     checkpoint: Checkpoint
 
+    def ready(self, rank_state: dict[str, Any] | None) -> None:
+        """See that the directory is there, and take what this rank has otherwise than rank 0; None on rank 0."""
+
+    def note_seen(self) -> None:
+        """Note that every rank has seen the directory. On rank 0."""
+
     def stage(self, staging: Staging, *, is_rank_zero: bool) -> dict[str, Any] | None:
-        """Copy what is written, and return the copy where it is the whole state."""
+        """Copy what is written, and return the copy where it is the whole state. After `ready`."""
 
-    def write(self, group: Group, what: str) -> None:
-        """Write what every rank writes by itself. Called by all ranks at once."""
+    def write(self, group: Group) -> Parts:
+        """Write what every rank writes by itself, and return what rank 0 needs of it. Called by all ranks at once."""
 
-    def prepare(self) -> Checkpoint:
-        """Lay out what rank 0 writes, write nothing, and return the checkpoint with its size. On rank 0."""
+    def prepare(self, parts: Parts) -> Checkpoint:
+        """Lay out what rank 0 writes, write nothing, and return the checkpoint with its size. On rank 0.
+
+        Args:
+            parts: What `write` has returned, of all ranks.
+        """
 
     def commit(self) -> None:
         """Write it and give the checkpoint its name. On rank 0, after `prepare`."""
@@ -64,12 +143,13 @@ def writer_of(
     draft: Draft,
     directory: RunDirectory,
     components: Mapping[str, Component],
+    *,
     progress: Progress | None,
     plans: PlanCache,
-    *,
-    rules: Mapping[str, Any],
     refuse: Refuse,
-    copies_differ: bool,
+    rules: Mapping[str, Any],
+    place: Place,
+    world: World,
 ) -> Writer:
     """Return the writer of a draft.
 
@@ -79,13 +159,16 @@ def writer_of(
         components: The live objects: what of their state is guarded.
         progress: Told how much of a file is written.
         plans: What was planned for the save before, of shards.
+        refuse: Returns the error to raise for NaN or Inf that came into the state after the guard.
         rules: What is kept in the directory, for the header.
-        refuse: Notes NaN or Inf that came into the state after the guard, and returns the error to raise.
-        copies_differ: Whether ranks that ought to hold equal copies do not.
+        place: What rank 0 has made there.
+        world: The ranks that save.
     """
     if draft.is_sharded:
-        return ShardedWriter(draft, directory, rules, components, plans, refuse=refuse, copies_differ=copies_differ)
-    return FileWriter(draft, directory, rules, components, progress, refuse=refuse)
+        return ShardedWriter(draft, directory, components, plans, refuse=refuse, rules=rules, place=place, world=world)
+    return FileWriter(
+        draft, directory, components, progress=progress, refuse=refuse, rules=rules, place=place, world=world
+    )
 
 
 class FileWriter:
@@ -95,21 +178,37 @@ class FileWriter:
         self,
         draft: Draft,
         directory: RunDirectory,
-        rules: Mapping[str, Any],
         components: Mapping[str, Component],
-        progress: Progress | None,
         *,
+        progress: Progress | None,
         refuse: Refuse,
+        rules: Mapping[str, Any],
+        place: Place,
+        world: World,
     ) -> None:
         self.checkpoint = draft.checkpoint
+        self._directory = directory
+        self._refuse = refuse
+        self._place = place
+        self._world = world
+        self._rank_states: list[Any] = []
         self._payload = draft.payload
         self._guard = draft.guard
         self._components = components
         self._files = directory.files
         self._rules = rules
         self._progress = progress
-        self._refuse = refuse
         self._prepared: PreparedFile | None = None
+
+    def ready(self, rank_state: dict[str, Any] | None) -> None:
+        """See `Writer`."""
+        self._directory.see(self._place)
+        if rank_state is not None:  # a copy: a view would be sent with all of the memory around it
+            self._rank_states = [encode(copy_tree(to_cpu(rank_state)), root="payload")]
+
+    def note_seen(self) -> None:
+        """See `Writer`."""
+        self._directory.note_shared(self._place)
 
     def stage(self, staging: Staging, *, is_rank_zero: bool) -> dict[str, Any] | None:
         """See `Writer`."""
@@ -117,12 +216,13 @@ class FileWriter:
         self._payload = payload
         return payload
 
-    def write(self, group: Group, what: str) -> None:
-        """See `Writer`: only rank 0 writes."""
+    def write(self, group: Group) -> Parts:
+        """See `Writer`: only rank 0 writes, and what the others have of their own as well."""
+        return Parts(rank_states=self._rank_states)
 
-    def prepare(self) -> Checkpoint:
+    def prepare(self, parts: Parts) -> Checkpoint:
         """See `Writer`."""
-        payload = to_cpu(self._payload)
+        payload = to_cpu(self._world.added_to(self._payload, parts.rank_states))
         self._prepared = prepare(
             payload,
             header=self.checkpoint.header(guard=self._guard, **self._rules),
@@ -154,27 +254,43 @@ class ShardedWriter:
         self,
         draft: Draft,
         directory: RunDirectory,
-        rules: Mapping[str, Any],
         components: Mapping[str, Component],
         plans: PlanCache,
         *,
         refuse: Refuse,
-        copies_differ: bool,
+        rules: Mapping[str, Any],
+        place: Place,
+        world: World,
     ) -> None:
         self.checkpoint = draft.checkpoint
         self._rules = rules
+        self._stages: list[Any] = []
         self._components = components
         self._refuse = refuse
         self._finite = _guarded_shards(draft, components)
+        self._index: PreparedFile | None = None
         self._plans = plans
-        self._copies_differ = copies_differ
+        self._place = place
+        self._world = world
         self._payload = draft.payload
-        self._shards = draft.shards
+        self._shards = {**draft.shards}
         self._guard = draft.guard
         self._directory = directory
-        self._temp: Path | None = None  # on rank 0
-        self._written: list[ShardFile] = []
-        self._index: PreparedFile | None = None
+        assert place.name is not None
+        self._temp = directory.path / place.name
+
+    def ready(self, rank_state: dict[str, Any] | None) -> None:
+        """See `Writer`."""
+        # By itself: a rank that does not see the directory must not leave the others in a collective of the engine.
+        self._directory.see(self._place)
+        if rank_state is not None:
+            state = copy_tree(to_cpu(with_placeholders(rank_state, self._shards)))
+            self._shards[rank_key(self._world.rank)] = pack_rank_state(state)
+        if self._world.has_new_stage:
+            self._stages = [copy_tree(to_cpu(self._payload))]
+
+    def note_seen(self) -> None:
+        """See `Writer`: each save has a directory of its own."""
 
     def stage(self, staging: Staging, *, is_rank_zero: bool) -> dict[str, Any] | None:
         """See `Writer`: a rank has no copy of the whole state."""
@@ -183,46 +299,34 @@ class ShardedWriter:
         self._shards = replace_local_parts(self._shards, parts)
         return None
 
-    def write(self, group: Group, what: str) -> None:
+    def write(self, group: Group) -> Parts:
         """See `Writer`."""
-        files = self._directory.files
-        with group.section(f"{what}: making its directory", first_answer) as section:
-            if group.is_rank_zero:
-                self._temp = files.begin_folder(self.checkpoint.step)
-                section.answer = self._temp.name
-        place = files.path / section.result
-        # By itself: a rank that does not see the directory must not leave the others in a collective of the engine.
-        with group.section(f"{what}: looking for its directory"):
-            self._directory.wait_for(place)
-        with (
-            group.section(f"{what}: writing shards", _all_files) as shards,
-            _refusing(self._refuse, self.checkpoint.step),
-        ):
-            shards.answer = write_shards(
+        with _refusing(self._refuse, self.checkpoint.step):
+            files = write_shards(
                 self._shards,
-                place,
+                self._temp,
                 group,
-                files.write_inside,
+                self._directory.files.write_inside,
                 self._plans,
                 finite=self._finite,
-                drifted=self._copies_differ,
+                drifted=self._world.copies_differ,
             )
-        self._written = shards.result
+        return Parts(files, stages=self._stages)
 
-    def prepare(self) -> Checkpoint:
+    def prepare(self, parts: Parts) -> Checkpoint:
         """See `Writer`: the index, which says what belongs to the checkpoint."""
-        assert self._temp is not None
-        size = sum(length for _, length, _ in self._written)
-        for name, length, _ in self._written:  # as this node sees them, before they are promised
+        written = parts.files
+        size = sum(length for _, length, _ in written)
+        for name, length, _ in written:  # as this node sees them, before they are promised
             self._directory.wait_for(self._temp / name)
             found = (self._temp / name).stat().st_size
             if found != length:
                 raise OSError(
                     errno.EIO, f"{name} has {found} bytes here, {length} were written", str(self._temp / name)
                 )
-        payload = {**to_cpu(self._payload)}
-        own = payload[RESERVED_KEY] = {**payload[RESERVED_KEY], "files": [list(shard) for shard in self._written]}
-        header = self.checkpoint.header(guard=self._guard, **self._rules, shards=len(self._written), shards_bytes=size)
+        payload = {**to_cpu(self._world.added_to(united([self._payload, *parts.stages]), None))}
+        own = payload[RESERVED_KEY] = {**payload[RESERVED_KEY], "files": [list(shard) for shard in written]}
+        header = self.checkpoint.header(guard=self._guard, **self._rules, shards=len(written), shards_bytes=size)
         finite = guarded_in(payload, own, self._components, guard_from_record(self._guard))
         self._index = prepare(payload, header=header, finite=finite)
         return dataclasses.replace(self.checkpoint, size_bytes=size + self._index.size_bytes)
@@ -230,7 +334,6 @@ class ShardedWriter:
     def commit(self) -> None:
         """See `Writer`: the index is written last, beside the shards."""
         index = self._index
-        assert self._temp is not None
         assert index is not None
         with _refusing(self._refuse, self.checkpoint.step):
             self._directory.files.write_inside(self._temp / INDEX, index.write, size_bytes=index.size_bytes)
@@ -238,8 +341,7 @@ class ShardedWriter:
 
     def discard(self) -> None:
         """See `Writer`."""
-        if self._temp is not None and self._temp.exists():
-            self._directory.files.drop_folder(self._temp)
+        self._directory.drop(self._place)
 
 
 def rewrite_header(checkpoint: Checkpoint, directory: RunDirectory) -> None:
@@ -268,7 +370,3 @@ def _guarded_shards(draft: Draft, components: Mapping[str, Component]) -> dict[s
     guarded = guarded_in(captured, captured[RESERVED_KEY], components, guard_from_record(draft.guard))
     names = {id(tensor): name for name, tensor in guarded}
     return {key: names[id(tensor)] for key, tensor in draft.shards.items() if id(tensor) in names}
-
-
-def _all_files(answers: list[list[ShardFile]]) -> list[ShardFile]:
-    return [shard for files in answers for shard in files]

@@ -11,7 +11,9 @@ other ends in an `AttributeError` that names it. The tests of the architecture r
 
 from __future__ import annotations
 
+import contextlib
 import operator
+import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -55,6 +57,7 @@ __all__ = [
     "is_zero_tensor",
     "iterates_as_torch_does",
     "layout_named",
+    "lazy_gloo",
     "loader_of_entries",
     "local_tensor_of",
     "mark_stepped",
@@ -70,6 +73,7 @@ __all__ = [
     "set_versions",
     "sharded_like",
     "skip_data_is_on",
+    "store_below",
     "typed_storage",
     "unreduced_by_fsdp",
     "untyped_of",
@@ -363,3 +367,33 @@ def batches_yielded(iterator: Any) -> int | None:
     """Return how many batches an iterator of a DataLoader has handed out; None for anything else."""
     count = getattr(iterator, "_num_yielded", None)
     return count if isinstance(count, int) else None
+
+
+# -- process groups --------------------------------------------------------------------------------------------------
+
+
+def store_below(prefix: str) -> Any:
+    """Return the store in which the processes of the default group have met, for names below a prefix.
+
+    There is no public way to it.
+    """
+    found: Any = torch.distributed
+    return found.PrefixStore(prefix, found.distributed_c10d._get_default_store())
+
+
+@contextlib.contextmanager
+def lazy_gloo() -> Iterator[None]:
+    """Have gloo groups that are made here connect two processes when they first talk; an older torch connects all.
+
+    It is a variable of the environment, without which each process of n would have n - 1 connections.
+    """
+    name = "TORCH_GLOO_LAZY_INIT"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

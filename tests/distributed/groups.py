@@ -110,7 +110,7 @@ def wait_for_ranks(seconds: float) -> None:
     torch.distributed.barrier()
     for one in gc.get_objects():
         if type(one) is RankGroup:
-            one._timeout_seconds = seconds
+            one._agreements.timeout_seconds = seconds
 
 
 def torchrun(size: int, *arguments: str, restarts: int = 0, seconds: float = 240) -> subprocess.CompletedProcess[str]:

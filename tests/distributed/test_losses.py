@@ -129,7 +129,7 @@ def test_lost_rank_leaves_the_checkpoint_before(tmp_path: Path, case: Case) -> N
     assert latest(tmp_path / "run") == newest
     for restored, again, left in groups.results(2, _resumed, tmp_path, kind):
         assert restored == newest
-        assert again["error"] is None
+        assert again["error"] is None, again
         assert left == []
 
 

@@ -1,0 +1,472 @@
+"""Agreements along a tree of ranks: answers are combined on their way up, and one reply goes down.
+
+A thread of each rank does it, so that a rank that computes, writes or waits for a disk still passes on what the others
+say, and is known to be alive. An agreement has a number that every rank counts by itself; the tree compares what the
+ranks believe it to be about. While one is open, each rank tells its neighbours so every few seconds, and which ranks
+below it have not begun their part: so it is known who is missing, and who only takes long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import pickle
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple
+
+from safeckpt.distributed.failures import Failure, failure_of
+from safeckpt.distributed.links import children_of, parent_of, ranks_below
+from safeckpt.errors import RanksDisagreeError, listed
+from safeckpt.system.threads import start
+
+__all__ = ["Agreements", "Combined", "Lost", "Part", "Reply", "Said", "said"]
+
+_log = logging.getLogger("safeckpt")
+
+_BEAT_SECONDS = 5.0
+_WORD_SECONDS = 10.0  # after which it is logged that ranks are waited for
+_GOODBYE_SECONDS = 5.0
+_MOST_NAMED = 20
+
+Combine = Callable[[Any, Any], Any]
+Decide = Callable[[Any], Any]
+
+
+class Said(NamedTuple):
+    """What the lowest rank says that all have to say, and the lowest one that says something else.
+
+    Attributes:
+        rank: The lowest rank.
+        value: What it says.
+        other: Another rank, and what that says; None when all say the same.
+    """
+
+    rank: int
+    value: Any
+    other: tuple[int, Any] | None = None
+
+
+class Combined(NamedTuple):
+    """What several ranks say at the end of a section.
+
+    Attributes:
+        what: The name of the section.
+        same: What has to be the same on all of them; None where one of them failed.
+        failure: What is raised on all ranks, if anything.
+        value: Their answers, combined; None where one of them failed.
+    """
+
+    what: Said
+    same: Said | None
+    failure: Failure | None
+    value: Any
+
+
+class Reply(NamedTuple):
+    """What rank 0 says to the others: what failed, or what was decided."""
+
+    failure: Failure | None
+    result: Any
+
+
+class Lost(NamedTuple):
+    """Why the ranks cannot agree any more.
+
+    Attributes:
+        ranks: The ranks that are lost.
+        reason: How that was noticed.
+        late: Whether they did not answer in time.
+    """
+
+    ranks: list[int]
+    reason: str
+    late: bool
+
+
+class Part:
+    """This rank's part in one agreement.
+
+    Attributes:
+        channel: Of the loop or of the thread that writes.
+        number: Of the agreement on its channel.
+        what: What it is about.
+        combine: Combines the answers of neighbours, the lower ranks first.
+        decide: Makes the result of all answers, on rank 0: in the thread of the agreements where nobody waits for it.
+        is_waited_for: Whether the caller waits for the reply, or asks for it later.
+        combined: What this rank says; None as long as it is busy.
+        replies: Where the reply comes; on rank 0, where the caller decides, what all ranks say.
+    """
+
+    def __init__(
+        self, channel: int, number: int, what: str, combine: Combine, decide: Decide, *, is_waited_for: bool
+    ) -> None:
+        self.channel = channel
+        self.number = number
+        self.what = what
+        self.combine = combine
+        self.decide = decide
+        self.is_waited_for = is_waited_for
+        self.combined: Combined | None = None
+        self.replies: queue.SimpleQueue[Combined | Reply | Lost] = queue.SimpleQueue()
+
+
+def said(rank: int, what: str, same: Mapping[str, Any], answer: Any, failure: Failure | None) -> Combined:
+    """Return what one rank says."""
+    if failure is not None:
+        return Combined(Said(rank, what), None, failure, None)
+    return Combined(Said(rank, what), Said(rank, dict(same)), None, answer)
+
+
+def _both_say(one: Said, other: Said) -> Said:
+    if one.other is not None:
+        return one
+    return Said(one.rank, one.value, other.other if one.value == other.value else (other.rank, other.value))
+
+
+def _together(rank: int, one: Combined, other: Combined, combine: Combine) -> Combined:
+    """Return what two neighbouring parts of the tree say, the one with the lower ranks first."""
+    what = _both_say(one.what, other.what)
+    same = one.same or other.same
+    if one.same is not None and other.same is not None:
+        same = _both_say(one.same, other.same)
+    failures = [failure for failure in (one.failure, other.failure) if failure is not None]
+    if failures or what.other is not None or (same is not None and same.other is not None):
+        return Combined(what, same, min(failures, key=lambda failure: failure.order, default=None), None)
+    try:
+        return Combined(what, same, None, combine(one.value, other.value))
+    except BaseException as error:  # noqa: BLE001 - raised again when every rank knows
+        return Combined(what, same, failure_of(error, rank), None)
+
+
+def _difference(combined: Combined) -> RanksDisagreeError | None:
+    """Return the error that says how the ranks differ, if they do."""
+    what, same = combined.what, combined.same
+    if what.other is not None:
+        return RanksDisagreeError(rank=what.other[0], first=what.value, other=what.other[1])
+    if same is None or same.other is None:
+        return None
+    rank, other = same.other
+    name = next(name for name in {**same.value, **other} if same.value.get(name) != other.get(name))
+    return RanksDisagreeError(rank=rank, first=f"{name}={same.value.get(name)!r}", other=f"{name}={other.get(name)!r}")
+
+
+def reply_to(combined: Combined, decide: Decide, rank: int) -> tuple[Reply, BaseException | None]:
+    """Return the reply to all ranks, and what was raised here; on rank 0."""
+    error: BaseException | None = _difference(combined)
+    if error is not None:
+        return Reply(failure_of(error, None), None), error
+    if combined.failure is not None:
+        return Reply(combined.failure, None), None
+    try:
+        return Reply(None, decide(combined.value)), None
+    except BaseException as raised:  # noqa: BLE001 - raised again when every rank knows
+        return Reply(failure_of(raised, rank), None), raised
+
+
+class _Open:
+    """An agreement that has not ended, as one rank knows it.
+
+    Attributes:
+        part: What this rank has to do with it; None as long as it does something else.
+        came: What the children say.
+        missing: What the children said last of the ranks that have not begun.
+        opened: When this rank first heard of it.
+        is_sent: Whether everything below has been said.
+        next_word: When it is next logged that it takes long.
+    """
+
+    def __init__(self) -> None:
+        self.part: Part | None = None
+        self.came: dict[int, Combined] = {}
+        self.missing: dict[int, list[int]] = {}
+        self.opened = time.monotonic()
+        self.is_sent = False
+        self.next_word = self.opened + _WORD_SECONDS
+
+
+_Key = tuple[int, int]
+
+
+class Agreements:
+    """The agreements of one rank with the others, and the thread that makes them.
+
+    Args:
+        links: The connections to the neighbours in the tree, by rank.
+        rank: This rank.
+        size: How many there are.
+        timeout_seconds: How long a rank that shows no sign of taking part is waited for.
+
+    Attributes:
+        lost: Why there can be no agreement any more.
+        on_lost: Called in the thread when that is known.
+    """
+
+    def __init__(self, links: dict[int, Connection], rank: int, size: int, timeout_seconds: float) -> None:
+        self.timeout_seconds = timeout_seconds
+        self.lost: Lost | None = None
+        self.on_lost: Callable[[], None] | None = None
+        self._links = links
+        self._rank = rank
+        self._size = size
+        self._children = children_of(rank, size)
+        self._open: dict[_Key, _Open] = {}
+        self._heard = dict.fromkeys(links, time.monotonic())
+        self._left: set[int] = set()
+        self._next_beat = 0.0
+        self._is_closed = False
+        self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._begun: dict[int, int] = {}  # the last number of each channel, in the threads that have something to say
+        self._finished: dict[int, int] = {}  # the same, in the thread of the agreements
+        self._wake_out, self._wake_in = socket.socketpair()
+        self._wake_out.setblocking(False)
+        self._wake_in.setblocking(False)
+        self._thread = threading.Thread(target=self._run, name="safeckpt-agreements", daemon=True)
+        if not start(self._thread):
+            raise RuntimeError("no thread could be started for the agreements with the other ranks")
+
+    # -- in the threads that have something to say -------------------------------------------------------------------
+
+    def begin(self, channel: int, what: str, combine: Combine, decide: Decide, *, is_waited_for: bool) -> Part:
+        """Return this rank's part in the next agreement of a channel; the others will know that it is at it."""
+        number = self._begun[channel] = self._begun.get(channel, 0) + 1
+        part = Part(channel, number, what, combine, decide, is_waited_for=is_waited_for)
+        self._inbox.put(lambda: self._note(part))
+        return part
+
+    def end(self, part: Part) -> None:
+        """Say what this rank has to say; the reply comes into `part.replies`."""
+        self._call(lambda: self._advance((part.channel, part.number)))
+        if self.lost is not None:  # the thread may have ended before it could take this
+            part.replies.put(self.lost)
+
+    def reply(self, part: Part, reply: Reply) -> Reply | Lost:
+        """Say what was decided, on rank 0, and return when that was sent: this process may end at once."""
+        self._call(lambda: self._finish((part.channel, part.number), reply))
+        if self.lost is not None:
+            return self.lost
+        sent = part.replies.get()
+        assert not isinstance(sent, Combined)
+        return sent
+
+    def give_up(self, reason: str) -> None:
+        """Let the others know that this rank can agree no more."""
+        self._call(lambda: self._lose(Lost([self._rank], reason, late=False)))
+
+    def close(self) -> None:
+        """Take leave of the others, and return when that was said; what is on its way is passed on still."""
+        said_so: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+        def say() -> None:
+            self._say_goodbye()
+            said_so.put(None)
+
+        self._call(say)
+        with contextlib.suppress(queue.Empty):
+            said_so.get(timeout=0 if self.lost is not None else _GOODBYE_SECONDS)
+
+    def _call(self, job: Callable[[], object]) -> None:
+        self._inbox.put(job)
+        with contextlib.suppress(OSError):  # it has plenty to wake for, or has ended
+            self._wake_in.send(b"x")
+
+    # -- in the thread of the agreements -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self.lost is None and (self._links or not self._is_closed):
+                now = time.monotonic()
+                ready = wait([*self._links.values(), self._wake_out], max(0.0, self._next_beat - now))
+                self._take_calls()
+                by_link = {link: rank for rank, link in self._links.items()}
+                for link in ready:
+                    if link in by_link and self.lost is None:
+                        self._receive(by_link[link])
+                if self.lost is None:
+                    self._look_for_lost()
+                if time.monotonic() >= self._next_beat:
+                    self._beat()
+        except BaseException as error:  # noqa: BLE001 - whoever waits must not wait for ever
+            _log.error("the thread of the agreements failed", exc_info=error)
+            self._lose(Lost([self._rank], f"its agreements ended ({type(error).__name__}: {error})", late=False))
+        finally:
+            if self.lost is None:
+                self.lost = Lost([], "all ranks have closed their managers", late=False)
+            self._take_calls()
+            for one in self._open.values():
+                if one.part is not None:
+                    one.part.replies.put(self.lost)
+            for link in self._links.values():
+                link.close()
+            self._wake_out.close()
+            self._wake_in.close()
+
+    def _take_calls(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._wake_out.recv(4096)
+        while not self._inbox.empty():
+            self._inbox.get()()
+
+    def _note(self, part: Part) -> _Open:
+        one = self._open.setdefault((part.channel, part.number), _Open())
+        one.part = part
+        return one
+
+    def _receive(self, rank: int) -> None:
+        """Take a message of a neighbour."""
+        try:
+            kind, key, message = pickle.loads(self._links[rank].recv_bytes())  # from a process of this very job
+        except (EOFError, OSError) as error:
+            self._links.pop(rank).close()
+            if rank not in self._left:
+                reason = str(error) or "its connection was closed"
+                self._lose(Lost([rank], reason, late=isinstance(error, BlockingIOError)))
+            return
+        self._heard[rank] = time.monotonic()
+        if kind == "left":
+            self._left.add(rank)
+            self._part_from(rank)
+        elif kind == "lost":
+            self._lose(message)
+        elif kind == "reply":
+            self._finish(key, message)
+        elif key[1] > self._finished.get(key[0], 0):  # else a sign of life that has crossed the reply
+            one = self._open.setdefault(key, _Open())
+            if kind == "said":
+                one.came[rank] = message
+                self._advance(key)
+            elif message is not None:
+                one.missing[rank] = message
+
+    def _advance(self, key: _Key) -> None:
+        """Say what this rank and all below it say, when that is complete."""
+        one = self._open.get(key)
+        if one is None or one.is_sent or one.part is None or one.part.combined is None:
+            return
+        if any(child not in one.came for child in self._children):
+            return
+        combined = one.part.combined
+        for child in self._children:
+            combined = _together(self._rank, combined, one.came[child], one.part.combine)
+        one.is_sent = True
+        if self._rank:
+            self._send(parent_of(self._rank), "said", key, combined)
+        elif one.part.is_waited_for:
+            one.part.replies.put(combined)
+        else:
+            self._finish(key, reply_to(combined, one.part.decide, self._rank)[0])
+
+    def _finish(self, key: _Key, reply: Reply) -> None:
+        """Pass the reply on, and end the agreement."""
+        for child in self._children:
+            self._send(child, "reply", key, reply)
+        self._finished[key[0]] = key[1]
+        one = self._open.pop(key, None)
+        if one is not None and one.part is not None:
+            one.part.replies.put(reply)
+
+    def _send(self, rank: int, kind: str, key: _Key | None, message: Any) -> None:
+        link = self._links.get(rank)
+        if link is None or (self.lost is not None and kind != "lost"):
+            return
+        try:
+            link.send_bytes(pickle.dumps((kind, key, message)))
+        except OSError as error:
+            if rank not in self._left:
+                self._lose(Lost([rank], str(error), late=isinstance(error, BlockingIOError)))
+
+    def _lose(self, lost: Lost) -> None:
+        """End all agreements, once, and let the others know why."""
+        if self.lost is not None:
+            return
+        self.lost = lost
+        for rank in self._links:
+            self._send(rank, "lost", None, lost)
+        if self.on_lost is not None:
+            self.on_lost()
+
+    def _say_goodbye(self) -> None:
+        self._is_closed = True
+        for rank in list(self._links):
+            self._send(rank, "left", None, None)
+            self._part_from(rank)
+
+    def _part_from(self, rank: int) -> None:
+        """Close the connection to a neighbour when both have taken leave."""
+        if self._is_closed and rank in self._left:
+            self._links.pop(rank).close()
+
+    # -- who is missing ----------------------------------------------------------------------------------------------
+
+    @property
+    def _beat_seconds(self) -> float:
+        return min(_BEAT_SECONDS, self.timeout_seconds / 4)
+
+    def _beat(self) -> None:
+        """Tell the neighbours what is waited for."""
+        self._next_beat = time.monotonic() + self._beat_seconds
+        for key, one in list(self._open.items()):
+            for child in self._children:
+                self._send(child, "alive", key, None)
+            if self._rank:
+                self._send(parent_of(self._rank), "alive", key, self._missing(one))
+
+    def _missing(self, one: _Open) -> list[int]:
+        """Return ranks from this one down that have not begun their part: not more than are named."""
+        found = [] if one.part is not None else [self._rank]
+        for child in self._children:
+            if child not in one.came:
+                everyone = [child] if self._is_silent(child, one) else ranks_below(child, self._size)
+                found += one.missing.get(child, everyone)[:_MOST_NAMED]
+        return found[:_MOST_NAMED]
+
+    def _is_silent(self, rank: int, one: _Open) -> bool:
+        """Return whether a neighbour that knows of an agreement gives no sign of life."""
+        return time.monotonic() - max(self._heard[rank], one.opened) > 3 * self._beat_seconds
+
+    def _look_for_lost(self) -> None:
+        """Find out whether an agreement can still come about; rank 0 knows most, and decides."""
+        now = time.monotonic()
+        for one in list(self._open.values()):
+            awaited = {child for child in self._children if child not in one.came}
+            if self._rank:
+                awaited.add(parent_of(self._rank))
+            # A parent that has taken leave still passes on what it gets.
+            gone = sorted(
+                rank for rank in awaited if rank not in self._links or (rank in self._left and rank > self._rank)
+            )
+            if gone:
+                self._lose(Lost(gone, "it has closed its manager, or ended", late=False))
+                return
+            seconds = now - one.opened
+            if not self._rank:
+                self._look_for_missing(one, seconds)
+            elif seconds > self.timeout_seconds + 3 * self._beat_seconds:
+                silent = [
+                    rank for rank in sorted(awaited)
+                    if now - max(self._heard[rank], one.opened) > self.timeout_seconds + 2 * self._beat_seconds
+                ]  # fmt: skip
+                if silent:
+                    self._lose(Lost(silent, "no sign of life", late=True))
+            if self.lost is not None:
+                return
+
+    def _look_for_missing(self, one: _Open, seconds: float) -> None:
+        missing = self._missing(one)
+        if missing and seconds > self.timeout_seconds:
+            self._lose(Lost(missing, "it has not come to this call", late=True))
+        elif time.monotonic() >= one.next_word:
+            one.next_word += max(_WORD_SECONDS, self.timeout_seconds / 2)
+            what = one.part.what if one.part is not None else "a call of the manager"
+            if missing:
+                _log.warning(
+                    "%s: waiting for rank(s) %s for %.0f seconds. Every rank has to make this call: not under "
+                    "`if rank == 0:`, as one does with torch.save",
+                    what, listed(missing), seconds,
+                )  # fmt: skip
+            else:
+                _log.info("%s takes %.0f seconds; every rank is at work", what, seconds)
