@@ -13,30 +13,32 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from safeckpt.distributed.group import Group, in_group
 from safeckpt.distributed.plan_cache import PlanCache
-from safeckpt.errors import DamagedCheckpointError, LoadError, StateMismatchError, UnsavableStateError
-from safeckpt.file import SHARD_KEY, Placeholder, ShardFile, placeholder_of
+from safeckpt.errors import StateMismatchError, UnsavableStateError
+from safeckpt.file import SHARD_KEY, MappedFiles, Placeholder, ShardFile, placeholder_of
 from safeckpt.state import RESERVED_KEY, Component
 from safeckpt.state.fsdp import reshard
 from safeckpt.state.random_streams import RngStreams
 from safeckpt.state.tree import ENTER, join, local_part, map_tensors, map_tree, named_tensors
 from safeckpt.system.torch_private import part_bounds, sharded_like
 
+if TYPE_CHECKING:
+    from safeckpt.distributed.storage import ShardReader
+
 __all__ = [
     "ShardTensors",
-    "allocate_placeholders",
     "as_local_shards",
     "extract_shards",
     "is_sharded",
     "local_parts",
-    "read_shards",
+    "open_shards",
+    "place_shards",
     "replace_local_parts",
-    "shards_of",
     "with_placeholders",
     "write_shards",
 ]
@@ -50,11 +52,6 @@ def is_sharded(payload: Mapping[str, Any]) -> bool:
     Where there is no process group there is no mesh that such a tensor could lie on.
     """
     return in_group() and any(hasattr(tensor, "to_local") for _, tensor in named_tensors(payload))
-
-
-def shards_of(payload: Mapping[str, Any]) -> list[str]:
-    """Return the names of the files that belong to a payload that was read; none unless it is an index of shards."""
-    return [name for name, *_ in payload[RESERVED_KEY].get("files", ())]
 
 
 def extract_shards(payload: Mapping[str, Any], *, is_rank_zero: bool) -> tuple[dict[str, Any], ShardTensors]:
@@ -150,19 +147,52 @@ def with_placeholders(tree: Any, shards: ShardTensors) -> Any:
     return _without(tree, {id(tensor): key for key, tensor in shards.items()}, dict(shards))
 
 
-def allocate_placeholders(
-    payload: Mapping[str, Any], components: Mapping[str, Component], path: object
-) -> tuple[dict[str, Any], ShardTensors]:
-    """Return a payload whose place holders have become tensors of the live layout, not filled yet, and these.
+def place_shards(
+    payload: Mapping[str, Any], components: Mapping[str, Component], reader: ShardReader, only: Collection[str] | None
+) -> dict[str, Any]:
+    """Return a payload whose place holders have become tensors of the live layout.
 
-    A tensor takes the layout of the live one: its mesh and placements, whatever those of the run that saved were.
+    A tensor takes the layout of the live one: its mesh and placements, whatever those of the run that saved were. Where
+    this rank then holds what is one part in the directory, its memory is the file; otherwise it is put together.
+
+    Args:
+        payload: What was read of the index.
+        components: The live objects.
+        reader: Reads the shards.
+        only: The components that are wanted; of others the tensors are left unfilled. None for all.
 
     Raises:
-        DamagedCheckpointError: A place holder is none.
+        DamagedCheckpointError: A place holder is none, or its tensor is not in the directory.
         StateMismatchError: Nothing says how a tensor has to lie.
+        OSError: From the system, as it is.
     """
     layouts = _live_layouts(payload, components)
-    return _placed(payload, path, lambda holder: _empty_like(_layout_of(holder, layouts), holder.shape, holder.dtype))
+    tensors: ShardTensors = {}
+
+    def allocate(value: Any) -> Any:
+        holder = placeholder_of(value, reader.path)
+        if holder is None:
+            return ENTER
+        if holder.key not in tensors:
+            live = _layout_of(holder, layouts)
+            tensors[holder.key] = _empty_like(live, holder.shape, holder.dtype)
+        return value
+
+    map_tree(dict(payload), allocate)
+    kept = None if only is None else {*only, RESERVED_KEY}
+    wanted = {
+        key: tensor
+        for key, tensor in tensors.items()
+        if not tensor.is_meta and (kept is None or key.partition(".")[0] in kept)
+    }
+    for key, part in reader.read(wanted).items():
+        tensors[key] = _with_part(wanted[key], part) if hasattr(wanted[key], "to_local") else part
+
+    def place(value: Any) -> Any:
+        holder = placeholder_of(value, reader.path)
+        return ENTER if holder is None else tensors[holder.key]
+
+    return {name: map_tree(value, place) for name, value in payload.items()}
 
 
 def as_local_shards(payload: Mapping[str, Any], components: Mapping[str, Component]) -> dict[str, Any]:
@@ -218,24 +248,6 @@ def _live_layouts(payload: Mapping[str, Any], components: Mapping[str, Component
             if slot["name"] in parameters:  # where a moment of it lies that the live optimizer does not have yet
                 layouts.setdefault(join(name, slot["name"]), parameters[slot["name"]])
     return layouts
-
-
-def _placed(
-    payload: Mapping[str, Any], path: object, empty: Callable[[Placeholder], torch.Tensor]
-) -> tuple[dict[str, Any], ShardTensors]:
-    """Return a payload with tensors for its place holders, and those of them that have memory."""
-    shards: ShardTensors = {}
-
-    def place(value: Any) -> Any:
-        holder = placeholder_of(value, path)
-        if holder is None:
-            return ENTER
-        if holder.key not in shards:
-            shards[holder.key] = empty(holder)
-        return shards[holder.key]
-
-    result = {name: map_tree(value, place) for name, value in payload.items()}
-    return result, {key: tensor for key, tensor in shards.items() if not tensor.is_meta}
 
 
 def _layout_of(holder: Placeholder, layouts: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
@@ -340,7 +352,7 @@ def write_shards(
     writer = ShardWriter(place, write_inside, plans, finite)
     planner = CachingPlanner(plans, drifted=drifted)
     try:
-        failures = _run("save", shards, group, storage_writer=writer, planner=planner)
+        failures = _save(shards, group, storage_writer=writer, planner=planner)
     except BaseException:
         plans.clear()
         raise
@@ -351,36 +363,15 @@ def write_shards(
     return writer.written  # when another rank has failed, the agreement that follows says which, and why
 
 
-def read_shards(shards: ShardTensors, place: Path, names: Collection[str]) -> None:
-    """Fill tensors from a directory, each rank its part. It reads by itself, and waits for no other.
+def open_shards(place: Path, names: Collection[str], verified: Mapping[str, Any], mapped: MappedFiles) -> ShardReader:
+    """Return what reads the tensors of a directory; to be closed. See `ShardReader`."""
+    from safeckpt.distributed.storage import ShardReader  # noqa: PLC0415 - large, and only for shards
 
-    Args:
-        shards: The tensors.
-        place: The directory.
-        names: The files that belong to it.
-
-    Raises:
-        DamagedCheckpointError: A tensor is not in it.
-    """
-    from safeckpt.distributed.storage import ShardReader  # noqa: PLC0415
-
-    reader = ShardReader(place, names)
-    failures = _run("load", shards, None, storage_reader=reader)
-    if reader.error is not None:
-        raise reader.error
-    for _, error in sorted(failures.items()):
-        if isinstance(error, (OSError, LoadError)):
-            raise error
-        raise DamagedCheckpointError(path=place, reason=f"its shards cannot be read ({error})") from None
-    for key, part in local_parts(shards).items():
-        if reader.filled[key] != part.numel():
-            raise DamagedCheckpointError(
-                path=place, reason=f"{reader.filled[key]} of {part.numel()} elements of {key} are in it"
-            )
+    return ShardReader(place, names, verified, mapped)
 
 
-def _run(what: str, shards: ShardTensors, group: Group | None, **options: Any) -> dict[int, BaseException]:
-    """Have the engine save or load, and return the errors of the ranks on which that failed, the same on every rank."""
+def _save(shards: ShardTensors, group: Group, **options: Any) -> dict[int, BaseException]:
+    """Have the engine save, and return the errors of the ranks on which that failed, the same on every rank."""
     from torch.distributed import checkpoint as engine  # noqa: PLC0415
     from torch.distributed.checkpoint.api import CheckpointException  # noqa: PLC0415
 
@@ -390,7 +381,7 @@ def _run(what: str, shards: ShardTensors, group: Group | None, **options: Any) -
     for key, tensor in shards.items():
         component, _, name = key.partition(".")
         parts.setdefault(component, {})[name] = tensor
-    process_group = None if group is None else group.process_group
+    process_group = group.process_group
     alone = process_group is None
     with contextlib.ExitStack() as stack, torch.device("cpu"):  # the messages of the engine, too, are made there
         if (
@@ -399,7 +390,9 @@ def _run(what: str, shards: ShardTensors, group: Group | None, **options: Any) -
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
         try:
-            getattr(engine, what)(parts, process_group=process_group, no_dist=alone, **options)
+            engine.save(  # type: ignore[attr-defined]  # it is in its documentation
+                parts, process_group=process_group, no_dist=alone, **options
+            )
         except CheckpointException as error:  # a BaseException
             return {rank: failure for rank, (failure, _) in error.failures.items()}
     return {}

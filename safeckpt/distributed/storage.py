@@ -10,17 +10,17 @@ Imported only where there are shards, since the engine is large.
 
 from __future__ import annotations
 
-import contextlib
+import math
 import pickle
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 import torch
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_load_plan
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
@@ -31,15 +31,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    WriteItem,
-)
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -47,17 +39,17 @@ from safeckpt.distributed.plan_cache import PlanCache
 from safeckpt.errors import DamagedCheckpointError
 from safeckpt.file import (
     METADATA,
-    Part,
+    MappedFiles,
     PreparedFile,
     ShardFile,
+    ShardParts,
     encode,
-    open_file,
     prepare,
     shard_of_bytes,
-    source_of,
     unpickle_metadata,
     write_joined,
 )
+from safeckpt.state.tree import local_part
 
 __all__ = ["CachingPlanner", "ShardReader", "ShardWriter", "WriteInside"]
 
@@ -220,78 +212,108 @@ def _tensor_of(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
     return data.contiguous() if data.layout is torch.strided and data.numel() > 1 and 0 in data.stride() else data
 
 
-class ShardReader(FileSystemReader):
-    """Reads what this rank needs of a directory.
+class ShardReader:
+    """Reads what this rank needs of a directory: as views of its files, where a tensor lies now as it did then.
+
+    Nothing is executed, no other rank is asked, and what the engine says about the tensors is read once.
 
     Args:
         place: The directory.
         names: The files that belong to it; what refers to another one is refused.
+        verified: Those of which this process has checked every byte, and what they were then.
+        mapped: What is to be told of the files that are mapped.
 
     Attributes:
-        filled: Key to the number of elements that were read for it.
-        error: Why the metadata could not be read.
+        path: The directory.
+        failure: What the system refused to read.
+
+    Raises:
+        OSError: From the system, as it is.
+        DamagedCheckpointError: The engine's metadata cannot be read, or asks for something that no metadata holds.
     """
 
-    def __init__(self, place: Path, names: Collection[str]) -> None:
-        super().__init__(place)
-        self._place = place
-        self._names = frozenset(names)
-        self.filled: defaultdict[str, int] = defaultdict(int)
-        self.error: OSError | DamagedCheckpointError | None = None
-
-    def read_metadata(self) -> Metadata:  # whoever takes more arguments is asked for metadata of this rank alone
-        """Return what is in the directory; nothing is executed.
-
-        Raises:
-            OSError: It could not be read; kept in `error`, since the engine makes something else of it.
-            DamagedCheckpointError: It cannot be read, or asks for something that no metadata holds.
-        """
-        if METADATA not in self._names:
+    def __init__(self, place: Path, names: Collection[str], verified: Mapping[str, Any], mapped: MappedFiles) -> None:
+        self.path = place
+        self.failure: OSError | None = None
+        self._mapped = mapped
+        self._parts = ShardParts(place, names, verified, mapped)
+        if METADATA not in names:
             self._refuse(f"its {METADATA} does not belong to it")
-        try:
-            metadata = unpickle_metadata(self._place, _TYPES)
-            if type(metadata) is not Metadata or not isinstance(metadata.storage_data, dict):
-                self._refuse(f"its {METADATA} holds something else")
-        except (OSError, DamagedCheckpointError) as error:
-            self.error = error
-            raise
-        metadata.storage_meta = StorageMeta(load_id=self.load_id)
-        return metadata
+        metadata = unpickle_metadata(place, _TYPES)
+        if type(metadata) is not Metadata or not isinstance(metadata.storage_data, dict):
+            self._refuse(f"its {METADATA} holds something else")
+        self._metadata = metadata
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the parts of a plan into the tensors that the planner names.
+    def close(self) -> None:
+        """Close the files."""
+        self._parts.close()
+
+    def whole(self, key: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor that is in one part, in host memory.
 
         Raises:
-            DamagedCheckpointError: A part is not what the metadata says.
+            DamagedCheckpointError: It is not there.
+            OSError: From the system, as it is.
         """
-        by_file: dict[str, list[tuple[_StorageInfo, ReadItem]]] = {}
-        for item in plan.items:
-            info = self.storage_data[item.storage_index]
-            by_file.setdefault(info.relative_path, []).append((info, item))
-        for name, items in by_file.items():
-            if name not in self._names:
-                self._refuse(f"its {METADATA} refers to {name!r}, which does not belong to it")
-            source = source_of(self._place / name)
-            with contextlib.closing(source):
-                for info, item in items:
-                    with open_file(Part(source, info.offset, info.length)) as file:  # type: ignore[arg-type]
-                        self._read(file.load("cpu"), item, planner)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
+        stored = self._metadata.state_dict_metadata.get(key)
+        if not isinstance(stored, TensorStorageMetadata):
+            self._refuse(f"{key} is not in its shards")
+        return self.read({key: torch.empty(stored.size, dtype=dtype, device="cpu")})[key]
 
-    def _read(self, value: Any, item: ReadItem, planner: LoadPlanner) -> None:
-        key = item.dest_index.fqn
-        if item.type == LoadItemType.BYTE_IO or not isinstance(value, torch.Tensor):
-            self._refuse(f"{key} is no tensor")
-        for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-            value = value.narrow(dimension, offset, length)
-        target = planner.resolve_tensor(item).detach()
-        if target.size() != value.size():
-            self._refuse(f"a part of {key} has shape {list(value.size())} instead of {list(target.size())}")
-        target.copy_(value)
-        planner.commit_tensor(item, target)
-        self.filled[key] += target.numel()
+    def read(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return what this process has to hold of some tensors, by key.
+
+        Args:
+            tensors: Of the layout that is wanted, in host memory and not filled. Where a tensor is put together from
+                several parts, it is filled and its local part returned; any other is a view.
+
+        Raises:
+            DamagedCheckpointError: A tensor is not there, or not what the metadata says.
+            OSError: From the system, as it is.
+        """
+        try:
+            plan = create_default_local_load_plan(dict(tensors), self._metadata)
+        except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
+            self._refuse(f"its shards cannot be read ({error})")
+        items: defaultdict[str, list[ReadItem]] = defaultdict(list)
+        for item in plan.items:
+            items[item.dest_index.fqn].append(item)
+        try:
+            return {key: self._read(key, local_part(tensor), items[key]) for key, tensor in tensors.items()}
+        except OSError as error:
+            self.failure = error
+            raise
+
+    def _read(self, key: str, target: torch.Tensor, items: list[ReadItem]) -> torch.Tensor:
+        count = sum(math.prod(item.lengths) for item in items)
+        if count != target.numel():
+            self._refuse(f"{count} of {target.numel()} elements of {key} are in it")
+        if len(items) == 1 and items[0].lengths == target.size():
+            return self._view(key, items[0], target.dtype)
+        for item in items:
+            view = self._view(key, item, target.dtype)
+            narrowed(target, item.dest_offsets, item.lengths).copy_(view)
+            self._mapped.forget(view)
+        return target
+
+    def _view(self, key: str, item: ReadItem, dtype: torch.dtype) -> torch.Tensor:
+        try:
+            info = self._metadata.storage_data[item.storage_index]
+            where = str(info.relative_path), int(info.offset), int(info.length)
+        except (LookupError, TypeError, ValueError, AttributeError):
+            self._refuse(f"a part of {key} is nowhere")
+        part = self._parts.part(*where)
+        ends = [low + length for low, length in zip(item.storage_offsets, item.lengths, strict=True)]
+        if part.dim() != len(ends) or part.dtype != dtype or any(map(int.__gt__, ends, part.size())):
+            self._refuse(f"a part of {key} is {part.dtype} {list(part.size())}")
+        return narrowed(part, item.storage_offsets, item.lengths)
 
     def _refuse(self, reason: str) -> NoReturn:
-        raise DamagedCheckpointError(path=self._place, reason=reason)
+        raise DamagedCheckpointError(path=self.path, reason=reason, record=METADATA)
+
+
+def narrowed(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    """Return a view of an area of a tensor."""
+    for dimension, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+        tensor = tensor.narrow(dimension, offset, length)
+    return tensor

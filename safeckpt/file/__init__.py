@@ -7,8 +7,9 @@ from safeckpt.system.lazy import module_getattr
 if TYPE_CHECKING:
     from safeckpt.file.file_report import FileReport
     from safeckpt.file.reading.checkpoint_file import CheckpointFile, open_file, verify
-    from safeckpt.file.reading.mapping import Mapped
+    from safeckpt.file.reading.mapping import Mapped, MappedFiles
     from safeckpt.file.reading.shard_metadata import METADATA, unpickle_metadata
+    from safeckpt.file.reading.shard_parts import ShardParts
     from safeckpt.file.reading.sharded import (
         INDEX,
         CheckpointFolder,
@@ -40,11 +41,13 @@ else:
             "INDEX": "safeckpt.file.reading.sharded",
             "METADATA": "safeckpt.file.reading.shard_metadata",
             "Mapped": "safeckpt.file.reading.mapping",
+            "MappedFiles": "safeckpt.file.reading.mapping",
             "Part": "safeckpt.file.reading.source",
             "Placeholder": "safeckpt.file.reading.whole_tensors",
             "PreparedFile": "safeckpt.file.writing.write",
             "SHARD_KEY": "safeckpt.file.reading.whole_tensors",
             "ShardFile": "safeckpt.file.reading.sharded",
+            "ShardParts": "safeckpt.file.reading.shard_parts",
             "ShardTensorReader": "safeckpt.file.reading.whole_tensors",
             "WrittenFile": "safeckpt.file.writing.write",
             "encode": "safeckpt.file.writing.encoding",
@@ -72,10 +75,12 @@ __all__ = [
     "CheckpointFolder",
     "FileReport",
     "Mapped",
+    "MappedFiles",
     "Part",
     "Placeholder",
     "PreparedFile",
     "ShardFile",
+    "ShardParts",
     "ShardTensorReader",
     "WrittenFile",
     "encode",

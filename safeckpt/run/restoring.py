@@ -14,22 +14,20 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from safeckpt.distributed import (
     Group,
     Names,
-    ShardTensors,
-    allocate_placeholders,
     as_local_shards,
     holds_same,
     in_group,
+    open_shards,
     payload_of_rank,
-    read_shards,
+    place_shards,
     refuse_left_over,
-    shards_of,
 )
 from safeckpt.errors import (
     CheckpointNotFoundError,
@@ -42,7 +40,7 @@ from safeckpt.errors import (
     NoGoodCheckpointError,
     RestoreError,
 )
-from safeckpt.file import CheckpointFolder, Mapped
+from safeckpt.file import CheckpointFolder, MappedFiles
 from safeckpt.remote import RemotePath
 from safeckpt.run.arguments import note_changes
 from safeckpt.run.catalog import Bad, Checkpoint, Gone, OpenCheckpoint, fault_of, warn_skipped
@@ -51,6 +49,9 @@ from safeckpt.run.writers import MemoryCopy
 from safeckpt.state import RESERVED_KEY, Baseline, Guard, Plan, copy_tree, guard_from_record, plan
 from safeckpt.state.random_streams import RngStreams
 from safeckpt.system.warn import warn_caller
+
+if TYPE_CHECKING:
+    from safeckpt.distributed.storage import ShardReader
 
 __all__ = ["Restored", "Restorer", "Wanted"]
 
@@ -75,27 +76,23 @@ class Good:
         checkpoint: The checkpoint.
         digest: That of the file, the same for every rank.
         plan: What will be applied.
-        shards: Tensors of it that the shards have to fill.
-        shard_files: Names of the files they are in.
         guard: What has to be finite.
         header: That of the file.
         is_whole: Whether all components of the checkpoint are in the plan.
         is_resized: Whether the run had another number of processes.
         left_out: What this rank has not, and others may have.
-        mapped: The file that the plan reads from.
+        mapped: The files that the plan reads from.
     """
 
     checkpoint: Checkpoint
     digest: str
     plan: Plan
-    shards: ShardTensors
-    shard_files: Collection[str]
     guard: Guard
     header: Mapping[str, Any]
     is_whole: bool
     is_resized: bool
     left_out: Names
-    mapped: Mapped
+    mapped: MappedFiles
 
     def restored(self, rejected: dict[PurePath, str], steps_before: Collection[int]) -> Restored:
         """Return what is known of the restore that applies it."""
@@ -153,6 +150,24 @@ class Restored:
     rejected: dict[PurePath, str] = field(default_factory=dict)
     steps_before: Collection[int] = ()
     header: Mapping[str, Any] = field(default_factory=dict)
+
+
+class _Contents(NamedTuple):
+    """A checkpoint that was opened, its index or the whole of it read.
+
+    Attributes:
+        file: The file or directory.
+        checkpoint: What its header says.
+        payload: What is in the file, or in the index.
+        mapped: The files that are mapped.
+        reader: Reads the shards of a directory.
+    """
+
+    file: OpenCheckpoint
+    checkpoint: Checkpoint
+    payload: Any
+    mapped: MappedFiles
+    reader: ShardReader | None
 
 
 class _Read(NamedTuple):
@@ -496,49 +511,55 @@ class Restorer:
     def _checked(self, step: int, wanted: Wanted, opened: contextlib.ExitStack) -> Good | Bad | Gone:
         catalog, group = self._run.directory.catalog, self._run.group
         is_named = wanted.step is not None
+        reader: ShardReader | None = None
         try:
             file, checkpoint = opened.enter_context(catalog.open_step(step, share=group.rank, shares=group.size))
+            payload, index = file.load_mapped()
+            mapped = MappedFiles(index)
+            if isinstance(file, CheckpointFolder):
+                reader = open_shards(Path(file.path), [name for name, *_ in file.shards()], file.verified, mapped)
+                opened.callback(reader.close)
         except (LoadError, OSError) as error:
             return fault_of(error, is_named=is_named)
         try:
-            good = self._validate(file, checkpoint, wanted)
-        except LoadError as error:  # an OSError is one of the user's own code, which runs here as well
+            found = self._validate(_Contents(file, checkpoint, payload, mapped, reader), wanted)
+            self._judge(found)
+        except LoadError as error:
             return fault_of(error, is_named=is_named)
-        try:
-            self._read_and_judge(good, self._run.directory.files.path_of(step))
-        except (LoadError, OSError) as error:
+        except OSError as error:  # any other is one of the user's own code, which runs here as well
+            if reader is None or error is not reader.failure:
+                raise
             return fault_of(error, is_named=is_named)
-        return good
+        return found
 
-    def _validate(self, file: OpenCheckpoint, checkpoint: Checkpoint, wanted: Wanted) -> Good:
-        """Check everything about a restore; of shards, all but their values.
+    def _validate(self, contents: _Contents, wanted: Wanted) -> Good:
+        """Check everything about a restore but that the state is finite.
 
         Raises:
             LoadError: What is in the file is not what a manager saves.
             RestoreError: It does not fit the live objects.
         """
         run, group = self._run, self._run.group
+        file, checkpoint, payload, mapped, reader = contents
+        if not isinstance(payload, dict) or not isinstance(payload.get(RESERVED_KEY), dict):
+            raise DamagedCheckpointError(path=file.path, reason="it holds no state of a run")
+        try:
+            header = file.header() or {}
+            guard = guard_from_record(header["guard"])
+        except (KeyError, TypeError) as error:
+            reason = "its header does not say what was guarded"
+            raise DamagedCheckpointError(path=file.path, reason=reason) from error
         with torch.inference_mode(mode=False):
-            payload, mapped = file.load_mapped()
-            if not isinstance(payload, dict) or not isinstance(payload.get(RESERVED_KEY), dict):
-                raise DamagedCheckpointError(path=file.path, reason="it holds no state of a run")
-            try:
-                header = file.header() or {}
-                guard = guard_from_record(header["guard"])
-            except (KeyError, TypeError) as error:
-                reason = "its header does not say what was guarded"
-                raise DamagedCheckpointError(path=file.path, reason=reason) from error
-            shard_files = shards_of(payload)
-            read = (
-                functools.partial(file.read_tensor, dtype=torch.uint8) if isinstance(file, CheckpointFolder) else None
-            )
             payload, changes, left_out = payload_of_rank(
-                payload, run.components, group.rank, group.size, path=file.path, read=read
+                payload,
+                run.components,
+                group.rank,
+                group.size,
+                path=file.path,
+                read=None if reader is None else functools.partial(reader.whole, dtype=torch.uint8),
             )
-            shards: ShardTensors = {}
-            if shard_files:
-                payload, shards = allocate_placeholders(payload, run.components, file.path)
-                shards = _only_of(shards, wanted.only)
+            if reader is not None:
+                payload = place_shards(payload, run.components, reader, wanted.only)
             elif in_group():
                 payload = as_local_shards(payload, run.components)
             planned = plan(
@@ -557,8 +578,6 @@ class Restorer:
             checkpoint=checkpoint,
             digest=str(file.digest),
             plan=planned,
-            shards=shards,
-            shard_files=shard_files,
             guard=guard,
             header=header,
             is_whole=is_whole,
@@ -567,18 +586,15 @@ class Restorer:
             mapped=mapped,
         )
 
-    def _read_and_judge(self, good: Good, path: Path) -> None:
-        """Read the shards, and let the guard that the state passed when it was saved judge it again.
+    def _judge(self, good: Good) -> None:
+        """Let the guard that the state passed when it was saved judge it again.
 
         Raises:
-            LoadError: They cannot be read, or the state is not finite.
+            LoadError: It is not finite, or somebody has written into a file.
         """
-        good.mapped.check_unchanged()
-        if good.shards:
-            read_shards(good.shards, path, good.shard_files)
         bad = Baseline({}).check(good.plan.parts, good.guard, good.mapped.forget).bad
         if bad:
-            raise DamagedCheckpointError(path=path, reason=f"it is not finite ({bad[0]})")
+            raise DamagedCheckpointError(path=good.checkpoint.path, reason=f"it is not finite ({bad[0]})")
         good.mapped.check_unchanged()
 
     def restore_streams(self) -> None:
@@ -673,10 +689,3 @@ def _has_ended_epoch(obj: Any, state: Any) -> bool:
     """Return whether a loader has done no more since this state than end its epoch, as it does after the inner loop."""
     is_at_end_of = getattr(obj, "is_at_end_of", None)
     return is_at_end_of is not None and bool(is_at_end_of(state))
-
-
-def _only_of(shards: ShardTensors, only: Collection[str] | None) -> ShardTensors:
-    """Return the tensors of the components that are wanted, by the first part of their key."""
-    if only is None:
-        return shards
-    return {key: tensor for key, tensor in shards.items() if key.partition(".")[0] in {*only, RESERVED_KEY}}

@@ -15,7 +15,7 @@ from safeckpt.state.component import Captured, Component, Order, class_name
 from safeckpt.state.fill import cannot_fill, fill_special, is_special
 from safeckpt.state.guard import Guard, guarded_tensors, nonfinite_floats
 from safeckpt.state.module_options import changed_options, options_of
-from safeckpt.state.tree import copy_tree, join
+from safeckpt.state.tree import copy_tree, join, local_part
 from safeckpt.system.tensor_kind import TensorKind, has_own_copies, is_plain, kind_of
 from safeckpt.system.torch_private import (
     EXTRA_STATE,
@@ -239,10 +239,10 @@ class ModuleComponent(Component):
                 state[key] = copy_tree(saved)  # extra state may keep what it is given
             elif at_once and is_special(own[key]):
                 fill_special(own[key].detach(), saved)
-            elif at_once and key not in sized and _is_ordinary(own[key]) and _is_ordinary(saved):
+            elif at_once and key not in sized and _is_ordinary(own[key]) and _lies_alike(own[key], saved):
                 # Loading a tensor into itself copies nothing, and does all the rest that there is to loading.
                 state[key] = own[key]
-                filled[id(own[key])] = own[key].detach(), saved
+                filled[id(own[key])] = local_part(own[key]).detach(), local_part(saved)
             else:
                 state[key] = saved  # parameters and buffers take a copy by themselves
         captured.transfer.copy(filled.values())
@@ -326,8 +326,20 @@ def _is_of_torch(name: str) -> bool:
 
 
 def _is_ordinary(value: Any) -> bool:
-    """Return whether a value is a tensor that a copy of its elements makes equal to another."""
-    return isinstance(value, torch.Tensor) and is_plain(value) and has_own_copies(value)
+    """Return whether a value is a tensor, or a sharded one, that a copy of its elements makes equal to another."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    part = local_part(value)
+    return is_plain(part) and has_own_copies(part)
+
+
+def _lies_alike(live: Any, saved: Any) -> bool:
+    """Return whether the elements of a value can be copied one by one into an ordinary live tensor."""
+    if not _is_ordinary(saved) or hasattr(live, "to_local") != hasattr(saved, "to_local"):
+        return False
+    return not hasattr(live, "to_local") or (
+        live.placements == saved.placements and live.device_mesh == saved.device_mesh
+    )
 
 
 def _unlike(where: str, saved: Any, live: Any) -> Iterator[str]:

@@ -257,13 +257,18 @@ def hidden_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]
 
 
 def has_hooks_before_loading(module: torch.nn.Module) -> bool:
-    """Return whether functions of the user's see a state before the module loads it."""
-    return bool(module._load_state_dict_pre_hooks)
+    """Return whether functions see a state before the module loads it, beside those of `fully_shard`."""
+    return not all(map(_is_of_fully_shard, module._load_state_dict_pre_hooks.values()))
 
 
 def has_hooks_after_loading(module: torch.nn.Module) -> bool:
-    """Return whether functions of the user's run when a state was loaded."""
-    return bool(module._load_state_dict_post_hooks)
+    """Return whether functions run when a state was loaded, beside those of `fully_shard`."""
+    return not all(map(_is_of_fully_shard, module._load_state_dict_post_hooks.values()))
+
+
+def _is_of_fully_shard(hook: Any) -> bool:
+    """Return whether a hook puts parameters back into their shards; torch's other wrappers rename what is loaded."""
+    return str(getattr(getattr(hook, "hook", hook), "__module__", "")).startswith("torch.distributed.fsdp.")
 
 
 def loader_of_entries(kind: type[torch.nn.Module]) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap as mmap_module
-import os
 import pickle
 import sys
 import warnings
@@ -62,12 +61,12 @@ def load_archive(file: Archive, map_location: Any, *, mmap: bool, checked: bool)
         if file.trailer is not None:
             check_local_headers(file)
         target = MapLocation(map_location)
-        mapped_path = _openable(file.source, mmap=True) if mmap else None
+        mapped_path = file.source.mappable_path() if mmap else None
         try:
             if can_unpickle(scan) and _is_usual(file) and not target.is_meta and not fake_mode_is_on():
                 storages = Storages(file, target, mapped_path, checked=checked)
                 return unpickle(data, scan, storages.get), storages.address
-            openable = mapped_path or _openable(file.source, mmap=False)
+            openable = mapped_path or _openable(file.source)
             with _modes(scan, mmap=mmap):
                 return torch.load(openable, target.for_torch, weights_only=True, mmap=mmap), None
         except _FAILURES as error:
@@ -153,16 +152,11 @@ def _modes(scan: Scan, *, mmap: bool) -> Iterator[None]:
         yield
 
 
-def _openable(source: Source, *, mmap: bool) -> Any:
-    """Return what torch can open and which is the open file itself, whatever its name means by now."""
-    if source.descriptor is not None:
-        name = f"/proc/self/fd/{source.descriptor}"
-        if os.path.exists(name):  # noqa: PTH110  a link that only the kernel can follow
-            return name
-        if mmap and os.path.samestat(os.stat(source.path), os.fstat(source.descriptor)):  # noqa: PTH116
-            return source.path
-    if mmap:
-        raise ValueError(f"{source.path} cannot be mapped into memory: it is no file on disk under its own name")
+def _openable(source: Source) -> Any:
+    """Return what torch can open and which is the open file itself."""
+    path = source.descriptor_path()
+    if path is not None:
+        return path
     source.file.seek(0)
     return source.file
 

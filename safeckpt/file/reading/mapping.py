@@ -6,6 +6,7 @@ tensor is looked at once and copied once would so be in memory twice.
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import mmap
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from safeckpt.file.reading.source import Source
 
-__all__ = ["Mapped"]
+__all__ = ["Mapped", "MappedFiles"]
 
 
 class Mapped:
@@ -62,8 +63,57 @@ class Mapped:
             _madvise(start, end - start, mmap.MADV_DONTNEED)
 
     @property
+    def address(self) -> int | None:
+        """Of the first byte; None when nothing of the file is mapped."""
+        return self._address
+
+    @property
     def _end(self) -> int:
         return (self._address or 0) + self._source.size_bytes
+
+
+class MappedFiles:
+    """Several files that are mapped, as if they were one.
+
+    Args:
+        files: The files.
+    """
+
+    def __init__(self, *files: Mapped) -> None:
+        self._files: list[Mapped] = []
+        self._addresses: list[int] = []
+        self._others: list[Mapped] = []
+        for file in files:
+            self.add(file)
+
+    def add(self, file: Mapped) -> None:
+        """Add a file."""
+        if file.address is None:
+            self._others.append(file)
+        else:
+            position = bisect.bisect(self._addresses, file.address)
+            self._addresses.insert(position, file.address)
+            self._files.insert(position, file)
+
+    def read(self, address: int, buffer: memoryview) -> bool:
+        """See `Mapped.read`."""
+        file = self._at(address)
+        return file is not None and file.read(address, buffer)
+
+    def check_unchanged(self) -> None:
+        """See `Mapped.check_unchanged`."""
+        for file in (*self._files, *self._others):
+            file.check_unchanged()
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """See `Mapped.forget`."""
+        if tensor.is_cpu and (file := self._at(tensor.data_ptr())) is not None:
+            file.forget(tensor)
+
+    def _at(self, address: int) -> Mapped | None:
+        """Return the file with the highest address that is not above."""
+        position = bisect.bisect(self._addresses, address)
+        return self._files[position - 1] if position else None
 
 
 _madvise = linux_call("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

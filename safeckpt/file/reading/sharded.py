@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from safeckpt.file.reading.mapping import Mapped
+    from safeckpt.file.reading.source import SourceState
     from safeckpt.file.reading.whole_tensors import ShardTensorReader
     from safeckpt.system.threads import Progress
 
@@ -41,13 +43,19 @@ def shard_of_bytes(name: str, data: bytes) -> ShardFile:
     return name, digest.size_bytes, digest.hexdigest()
 
 
-def _shard_of(path: Path, progress: Progress | None = None) -> ShardFile:
-    """Return name, size and digest of a file, which is read once, in a few threads."""
+def _writer_of(name: str) -> int:
+    """Return the number of the rank that has written a file, which will most likely read it; 0 for other files."""
+    match = re.fullmatch(r"__([0-9]+)_[0-9]+\.distcp", name)
+    return int(match[1]) if match else 0
+
+
+def _shard_of(path: Path, progress: Progress | None = None) -> tuple[ShardFile, SourceState | None]:
+    """Return name, size and digest of a file, which is read once in a few threads, and what the file was then."""
     source = source_of(path)
     try:
         size = source.size_bytes
         chunks = [(start, min(CHUNK_BYTES, size - start)) for start in range(0, size, CHUNK_BYTES)]
-        return path.name, size, digest_of(source.crcs(chunks, progress), size)
+        return (path.name, size, digest_of(source.crcs(chunks, progress), size)), source.state
     finally:
         source.close()
 
@@ -103,14 +111,18 @@ class CheckpointFolder(Opened):
         path: The directory.
         index: Its index.
         size_bytes: Size of all files.
+        verified: The files of which this process has checked every byte, by name, and what they were then.
     """
 
     def __init__(self, path: Path, index: CheckpointFile) -> None:
         self.path = str(path)
         self.index = index
         self.size_bytes = index.size_bytes
+        self.verified: dict[str, SourceState | None] = {}
         self._place = path
         self._shard_tensors: ShardTensorReader | None = None
+        self._payload: tuple[Any, Mapped] | None = None
+        self._has_structure = False
 
     @property
     def digest(self) -> str | None:
@@ -126,11 +138,13 @@ class CheckpointFolder(Opened):
         return self.index.header()
 
     def check_structure(self) -> None:
-        """Check the index and that no file is missing; no data is read.
+        """Check the index and that no file is missing, once; no data is read.
 
         Raises:
             DamagedCheckpointError: Something is wrong with it.
         """
+        if self._has_structure:
+            return
         self.index.check_structure()
         header = self.header() or {}
         shards, size = header.get("shards"), header.get("shards_bytes")
@@ -141,14 +155,17 @@ class CheckpointFolder(Opened):
         if found < shards:
             raise DamagedCheckpointError(path=self.path, reason=f"{shards - found} of its {shards} files are missing")
         self.size_bytes = self.index.size_bytes + size
+        self._has_structure = True
 
     def load(self, map_location: Any = None, *, mmap: bool = False) -> Any:
         """Return what is in the index: the whole state but for the tensors in the other files."""
         return self.index.load(map_location, mmap=mmap)
 
     def load_mapped(self) -> tuple[Any, Mapped]:
-        """Return the index's payload, mapped to its file; see `CheckpointFile.load_mapped`."""
-        return self.index.load_mapped()
+        """Return the index's payload, mapped to its file and read once; see `CheckpointFile.load_mapped`."""
+        if self._payload is None:
+            self._payload = self.index.load_mapped()
+        return self._payload
 
     def load_whole(self, map_location: str | torch.device | None = None) -> Any:
         """Return the whole state, with every tensor put together in this process.
@@ -181,14 +198,6 @@ class CheckpointFolder(Opened):
         reader = self.shard_tensors()
         return ((holder.key, reader.read(holder)) for holder in iter_placeholders(self.load("cpu"), self._place))
 
-    def read_tensor(self, key: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return one tensor of the shards, whole and in host memory.
-
-        Raises:
-            DamagedCheckpointError: It is not in them.
-        """
-        return self.shard_tensors().read_of_any_shape(key, dtype)
-
     def shard_tensors(self) -> ShardTensorReader:
         """Return what reads the tensors of the shards.
 
@@ -208,7 +217,8 @@ class CheckpointFolder(Opened):
             DamagedCheckpointError: It says nothing.
         """
         try:
-            return [(str(name), int(size), str(digest)) for name, size, digest in self.load("cpu")["safeckpt"]["files"]]
+            files = self.load_mapped()[0]["safeckpt"]["files"]
+            return [(str(name), int(size), str(digest)) for name, size, digest in files]
         except (KeyError, TypeError, ValueError) as error:
             raise self._damaged("its index does not say what belongs to it", INDEX) from error
 
@@ -216,7 +226,8 @@ class CheckpointFolder(Opened):
         """Check every byte.
 
         Args:
-            share: Which of the files: those of one of `shares` equal shares. The index is always checked.
+            share: Which of the files: those of ranks whose number, divided by `shares`, leaves this one. The index is
+                always checked.
             shares: How many ranks share the work.
             progress: Called with bytes done and bytes in all as the check goes on; at its end with both equal.
 
@@ -228,7 +239,7 @@ class CheckpointFolder(Opened):
         """
         report = self.index.verify()
         shards = self.shards()
-        self._check(shards[share::shares], progress)
+        self._check([shard for shard in shards if _writer_of(shard[0]) % shares == share], progress)
         self.check_structure()
         return FileReport(
             path=self.path,
@@ -251,7 +262,7 @@ class CheckpointFolder(Opened):
             if Path(name).name != name:
                 raise self._damaged(f"its index names {name!r}", INDEX)
             try:
-                _, found_size, found_digest = _shard_of(self._place / name, so_far)
+                (_, found_size, found_digest), state = _shard_of(self._place / name, so_far)
             except FileNotFoundError:
                 if not self._place.is_dir():
                     raise  # pruned by its writer
@@ -260,6 +271,7 @@ class CheckpointFolder(Opened):
                 raise self._damaged(f"{name} has {found_size} bytes, {size} were written", name)
             if found_digest != digest:
                 raise self._damaged(f"{name} is not what was written", name)
+            self.verified[name] = state
             done += size
         so_far(0)
 

@@ -23,11 +23,15 @@ from safeckpt.system.threads import Progress, in_threads
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Part", "Source", "source_of"]
+    import torch
+
+__all__ = ["Part", "Source", "SourceState", "source_of"]
 
 _READ_BYTES = 1 << 20  # at a time and thread: stays in the cache between the read and its checksum
 _SMALL_BYTES = 256 << 10
 _ALONE_BYTES = 2 * CHUNK_BYTES  # less than this is read faster than a thread starts
+
+SourceState = tuple[int, int, int, int]
 
 
 class Source:
@@ -36,6 +40,8 @@ class Source:
     Attributes:
         path: What to call it in messages.
         size_bytes: Its length when it was opened.
+        state: What changes when somebody writes into it or puts another one in its place, as it was then; None when it
+            has no descriptor.
         descriptor: Of the open file, None when there is none.
     """
 
@@ -48,14 +54,13 @@ class Source:
         self.size_bytes = (
             os.fstat(self.descriptor).st_size if self.descriptor is not None else file.seek(0, os.SEEK_END)
         )
-        self._state = self._state_now()
+        self.state = self._state_now()
 
-    def _state_now(self) -> tuple[int, int] | None:
-        """Return what changes when somebody writes into the file."""
+    def _state_now(self) -> SourceState | None:
         if self.descriptor is None:
             return None
         status = os.fstat(self.descriptor)
-        return status.st_size, status.st_mtime_ns
+        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
     def check_unchanged(self) -> None:
         """Check that nobody has written into the file since it was opened: what was verified is what is read.
@@ -66,8 +71,36 @@ class Source:
             DamagedCheckpointError: Somebody has.
         """
         now = self._state_now()
-        if now != self._state:
+        if now != self.state:
             raise DamagedCheckpointError(path=self.path, reason="it was written to while it was read")
+
+    def map(self) -> torch.UntypedStorage:
+        """Return memory that is mapped to the file; nothing is read yet.
+
+        Raises:
+            ValueError: It is no file on disk under its own name.
+        """
+        import torch  # noqa: PLC0415 - a check does without
+
+        return torch.UntypedStorage.from_file(self.mappable_path(), False, self.size_bytes)  # type: ignore[return-value]  # of its own class
+
+    def mappable_path(self) -> str:
+        """Return a path at which the open file can be mapped, whatever its own name means by now.
+
+        Raises:
+            ValueError: There is none.
+        """
+        path = self.descriptor_path()
+        if path is not None:
+            return path
+        if self.descriptor is not None and os.path.samestat(os.stat(self.path), os.fstat(self.descriptor)):  # noqa: PTH116
+            return self.path
+        raise ValueError(f"{self.path} cannot be mapped into memory: it is no file on disk under its own name")
+
+    def descriptor_path(self) -> str | None:
+        """Return a path that only the kernel can follow, to the open file itself; None where there is none."""
+        path = f"/proc/self/fd/{self.descriptor}"
+        return path if self.descriptor is not None and os.path.exists(path) else None  # noqa: PTH110
 
     def close(self) -> None:
         """Close the file if it was opened here."""

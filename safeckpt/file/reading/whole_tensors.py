@@ -121,17 +121,6 @@ class ShardTensorReader:
             return torch.empty(holder.shape, dtype=holder.dtype, device=device)
         return self._read(holder, stored).to(device)
 
-    def read_of_any_shape(self, key: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return the tensor under a key, in host memory, of whatever shape it has.
-
-        Raises:
-            DamagedCheckpointError, OSError: As `read`.
-        """
-        stored = self._stored.get(key)
-        if stored is None:
-            raise self._damaged(f"{key} is not in its shards")
-        return self._read(Placeholder(key, torch.Size(stored.size), dtype), stored)
-
     def _read(self, holder: Placeholder, stored: StoredTensor) -> torch.Tensor:
         for chunk in stored.chunks:
             if chunk.file not in self._names:
