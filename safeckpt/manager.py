@@ -174,7 +174,7 @@ class CheckpointManager:
         self._mutex = threading.RLock()  # threads that call one manager take turns
         self._run = run = Run(registered, timeline, run_directory, membership, replay, settings["notes"])
         # Last: a manager that was refused leaves no hook on an optimizer behind.
-        self._capturer = Capturer(run, guard, grads, components)
+        self._capturer = Capturer(run, guard, grads, components, is_staged=async_save)
         self._restorer = Restorer(run)
         progress = None if progress is None else functools.partial(progress, "save")
         self._saver = Saver(run, self._capturer, self._restorer, pruning, asynchronous=async_save, progress=progress)

@@ -155,7 +155,7 @@ def test_trainers_are_imported_by_their_own_integration_alone(path):
 # Private names of others than torch: of named tuples, of the interpreter, of `random` and of NumPy.
 OF_OTHERS = {"_replace", "_getframe", "_inst", "_rand", "_bit_generator", "_legacy_seeding"}
 # Names of torch.distributed that have not moved to torch_private.py yet.
-OF_DISTRIBUTED = {"_MEM_FORMAT_ENCODING", "_StorageInfo", "_StoragePrefix", "_spec"}
+OF_DISTRIBUTED = {"_MEM_FORMAT_ENCODING", "_StorageInfo", "_StoragePrefix"}
 
 
 def own_private_names():

@@ -103,11 +103,11 @@ def digests_of(payload: Mapping[str, Any]) -> dict[str, str]:
     stage the sharded ones; and the stage itself.
 
     Cost:
-        Two to five passes over the tensors that more than one rank has, and one of SHA-256 over what ranks may have of
+        One pass or two over the tensors that more than one rank has, and one of SHA-256 over what ranks may have of
         their own.
     """
     stage = stage_of(payload)
-    found = {_STAGE: stage}
+    found = layout_digests_of(payload)
     for name, piece in _pieces(payload).items():
         if name[0] == "=":  # ranks of another stage have no copies of it
             found[f"{name} {stage}"] = joined(fingerprints(piece).items())
@@ -115,7 +115,14 @@ def digests_of(payload: Mapping[str, Any]) -> dict[str, str]:
             found[name] = exact_digest_of(_without_shards(piece))
     for place, shards in _copies_of_shards(payload).items():
         found[f"{place} {stage}"] = joined(fingerprints(shards).items())
+    return found
+
+
+def layout_digests_of(payload: Mapping[str, Any]) -> dict[str, str]:
+    """Return those of the digests that say which tensors there are: no values are looked at."""
+    stage = stage_of(payload)
     layouts = replica_layouts(payload, stage)
+    found = {_STAGE: stage}
     found["#"] = joined((name, layout) for name, layout in layouts.items() if not layout.startswith(SHARDED))
     found[f"# {stage}"] = joined((name, layout) for name, layout in layouts.items() if layout.startswith(SHARDED))
     return found

@@ -21,7 +21,8 @@ class Ranks:
             its part is waited for as long as it takes; one that has died is noticed at once.
         on_drift: What to do when the ranks' copies of what they train together are no longer equal: `"warn"` for a
             `ReplicaDriftWarning`, `"error"` for a `ReplicaDriftError`, `"ignore"`. With `"warn"`, too, copies that
-            differ at the first save of a run are an error: nothing is lost yet.
+            differ at the first save of a run are an error: nothing is lost yet. With `async_save` they are compared in
+            the background, and the next `save` or the end of the run tells: what is an error is not committed.
         agree_every: The ranks agree on losses, signals and clocks at least every so many steps, and more often where
             steps are long. No rank waits for it: what they agree on is known the next time.
 

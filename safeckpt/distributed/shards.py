@@ -9,7 +9,6 @@ component and the path in its state.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -25,7 +24,7 @@ from safeckpt.state import RESERVED_KEY, Component
 from safeckpt.state.fsdp import reshard
 from safeckpt.state.random_streams import RngStreams
 from safeckpt.state.tree import ENTER, join, local_part, map_tensors, map_tree, named_tensors
-from safeckpt.system.torch_private import part_bounds, sharded_like
+from safeckpt.system.torch_private import part_bounds, sharded_like, with_local_part
 
 if TYPE_CHECKING:
     from safeckpt.distributed.storage import ShardReader
@@ -35,10 +34,8 @@ __all__ = [
     "as_local_shards",
     "extract_shards",
     "is_sharded",
-    "local_parts",
     "open_shards",
     "place_shards",
-    "replace_local_parts",
     "with_placeholders",
     "write_shards",
 ]
@@ -186,7 +183,7 @@ def place_shards(
         if not tensor.is_meta and (kept is None or key.partition(".")[0] in kept)
     }
     for key, part in reader.read(wanted).items():
-        tensors[key] = _with_part(wanted[key], part) if hasattr(wanted[key], "to_local") else part
+        tensors[key] = with_local_part(wanted[key], part) if hasattr(wanted[key], "to_local") else part
 
     def place(value: Any) -> Any:
         holder = placeholder_of(value, reader.path)
@@ -229,7 +226,7 @@ def _part_of(tensor: torch.Tensor, live: Any) -> torch.Tensor:
     part = tensor
     for dimension, (length, offset) in enumerate(zip(shape, offsets, strict=True)):
         part = part.narrow(dimension, min(offset, tensor.size(dimension)), length)
-    return _with_part(live, part)
+    return with_local_part(live, part)
 
 
 def _live_layouts(payload: Mapping[str, Any], components: Mapping[str, Component]) -> dict[str, torch.Tensor]:
@@ -289,30 +286,7 @@ def _empty_like(live: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype
         return torch.empty(shape, dtype=dtype, device="meta")  # the check will say so
     if live is None or not hasattr(live, "to_local"):
         return torch.empty(shape, dtype=dtype, device="cpu")
-    return _with_part(live, torch.empty_like(local_part(live), dtype=dtype, device="cpu", requires_grad=False))
-
-
-def _with_part(sharded: Any, part: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that lies as a sharded one does, over another local part."""
-    spec = sharded._spec
-    if part.dtype != sharded.dtype:
-        spec = dataclasses.replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=part.dtype))
-    # Not from_local(), which moves the part to the device of the mesh.
-    found: torch.Tensor = type(sharded)(part, spec, requires_grad=False)
-    return found
-
-
-def local_parts(shards: ShardTensors) -> ShardTensors:
-    """Return what is in this process's memory of every tensor."""
-    return {key: local_part(tensor) for key, tensor in shards.items()}
-
-
-def replace_local_parts(shards: ShardTensors, parts: ShardTensors) -> ShardTensors:
-    """Return tensors that lie as those in `shards` do, over copies in host memory of their local parts."""
-    found: ShardTensors = {}
-    for key, tensor in shards.items():
-        found[key] = _with_part(tensor, parts[key]) if hasattr(tensor, "to_local") else parts[key]
-    return found
+    return with_local_part(live, torch.empty_like(local_part(live), dtype=dtype, device="cpu", requires_grad=False))
 
 
 def write_shards(

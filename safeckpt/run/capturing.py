@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime as dt
 import secrets
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 
-from safeckpt.distributed import ShardTensors, digests_of, extract_shards, is_sharded
+from safeckpt.distributed import ShardTensors, digests_of, extract_shards, is_sharded, layout_digests_of
 from safeckpt.errors import NonFiniteError, UncapturedStateWarning, UnsavableStateError
 from safeckpt.file import encode
 from safeckpt.run.arguments import checked_metrics, checked_step
@@ -23,6 +24,7 @@ from safeckpt.state import (
     Guard,
     GuardResult,
     HiddenState,
+    Staging,
     StrayOptimizers,
     capture,
     refuse_unreduced,
@@ -44,7 +46,8 @@ class Draft:
         shards: What this rank writes into a directory: the tensors behind the place holders.
         is_sharded: Whether the checkpoint is a directory.
         guard: What the guard let pass, for the header.
-        digests: What the ranks are compared by; empty for a process by itself.
+        digests: What the ranks are compared by; empty for a process by itself. Where the state is copied, those of its
+            values are made of the copy.
     """
 
     checkpoint: Checkpoint
@@ -55,6 +58,20 @@ class Draft:
     guard: dict[str, Any]
     digests: dict[str, str]
 
+    def staged(self, staging: Staging, *, is_rank_zero: bool) -> Draft:
+        """Return the draft over a copy of its tensors, which nobody changes."""
+        captured = staging.copy(self.captured)
+        payload, shards = _as_written(captured, is_sharded=self.is_sharded, is_rank_zero=is_rank_zero)
+        return dataclasses.replace(self, captured=captured, payload=payload, shards=shards)
+
+
+def _as_written(payload: Mapping[str, Any], *, is_sharded: bool, is_rank_zero: bool) -> tuple[Any, ShardTensors]:
+    """Return a payload, encoded and with place holders, and the shards behind them that this rank writes."""
+    shards: ShardTensors = {}
+    if is_sharded:
+        payload, shards = extract_shards(payload, is_rank_zero=is_rank_zero)
+    return encode(payload, root="payload"), shards
+
 
 class Capturer:
     """Captures the state of this process, and refuses a loss or a state that is not finite.
@@ -64,14 +81,18 @@ class Capturer:
         guard: What has to be finite.
         grads: Which gradients are part of the state; see `CheckpointManager`.
         given: The mapping of components that the caller gave, and may change.
+        is_staged: Whether what is captured is copied before ranks compare its values.
     """
 
-    def __init__(self, run: Run, guard: Guard, grads: bool | None, given: Mapping[str, Any]) -> None:
+    def __init__(
+        self, run: Run, guard: Guard, grads: bool | None, given: Mapping[str, Any], *, is_staged: bool = False
+    ) -> None:
         self._run = run
         self._given = given
         self._objects = dict(given)
         self._guard = guard
         self._grads = grads
+        self._is_staged = is_staged
         self._baseline = Baseline(run.components)
         self._hidden = HiddenState(run.components)
         self._stray = StrayOptimizers(run.components)
@@ -111,10 +132,10 @@ class Capturer:
         for line in (*self._stray.found(), *self._hidden.changed(snapshot.parts)):
             warn_caller(f"Not captured: {line}.", UncapturedStateWarning)
         sharded = is_sharded(snapshot.payload)
-        shards: ShardTensors = {}
-        payload = snapshot.payload
-        if sharded:
-            payload, shards = extract_shards(payload, is_rank_zero=run.is_rank_zero)
+        payload, shards = _as_written(snapshot.payload, is_sharded=sharded, is_rank_zero=run.is_rank_zero)
+        digests: dict[str, str] = {}
+        if run.group.size > 1:
+            digests = (layout_digests_of if self._is_staged else digests_of)(snapshot.payload)
         checkpoint = Checkpoint(
             step=step,
             path=files.folder_of(step) if sharded else files.path_of(step),
@@ -128,11 +149,11 @@ class Capturer:
         return Draft(
             checkpoint,
             captured=snapshot.payload,
-            payload=encode(payload, root="payload"),
+            payload=payload,
             shards=shards,
             is_sharded=sharded,
             guard=verdict.record(self._guard),
-            digests=digests_of(snapshot.payload) if run.group.size > 1 else {},
+            digests=digests,
         )
 
     @property
@@ -149,9 +170,7 @@ class Capturer:
         self._refuse_replaced()
         with torch.inference_mode(mode=False):
             payload = capture(self._run.components).payload
-            if is_sharded(payload):
-                payload, _ = extract_shards(payload, is_rank_zero=self._run.is_rank_zero)
-            encode(payload, root="payload")
+            _as_written(payload, is_sharded=is_sharded(payload), is_rank_zero=self._run.is_rank_zero)
 
     def _refuse_replaced(self) -> None:
         """Refuse to save an object in whose place the caller's mapping holds a different one now."""

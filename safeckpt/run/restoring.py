@@ -9,8 +9,10 @@ all ranks pass, or none does::
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
@@ -622,17 +624,34 @@ class Restorer:
         # A copy: the plan may be mapped from the file.
         self._run.timeline.streams = None if streams or ready.rng is None else copy_tree(ready.rng)
 
-    def apply_memory(self, copy: MemoryCopy | None) -> Restored | None:
-        """Apply the copy that an asynchronous save left, when it is of the newest checkpoint and that is on disk."""
-        run = self._run
+    def apply_memory(self, copy: MemoryCopy | None, note: Callable[[Restored], None]) -> Restored | None:
+        """Apply the copy that an asynchronous save left, when it is of the newest checkpoint and that is on disk.
+
+        Args:
+            copy: This rank's copy.
+            note: See `apply_newest`.
+        """
+        run, group = self._run, self._run.group
         saved, catalog = run.timeline.saved_step, run.directory.catalog
-        if copy is None or run.group.size > 1 or copy.step != saved or not catalog.is_good(saved):
+
+        def look(all_have: bool) -> tuple[Checkpoint, Collection[int]] | None:
+            if not all_have or saved is None or not catalog.is_good(saved):
+                return None
+            return catalog.peek(saved), run.directory.files.steps()
+
+        with group.section("looking into memory", operator.and_, look) as section:
+            section.answer = copy is not None and copy.step == saved
+        if section.result is None or copy is None:
             return None
-        steps_before = run.directory.files.steps()
-        checkpoint = catalog.peek(saved)
-        ready = plan(run.components, copy.payload, path=checkpoint.path)
-        self._apply(ready)
-        return Restored(checkpoint, ready, source="memory", steps_before=steps_before)
+        checkpoint, steps_before = section.result
+        with group.section(f"restoring step {saved} from memory"):
+            path = run.directory.files.path_of(checkpoint.step)
+            ready = plan(run.components, copy.payload, path=path)
+            self._apply(ready)
+            checkpoint = dataclasses.replace(checkpoint, path=path)
+            restored = Restored(checkpoint, ready, source="memory", steps_before=steps_before)
+            note(restored)
+        return restored
 
     def report(self, restored: Restored, kind: str, **data: Any) -> None:
         """Tell history and caller what a restore passed over and replaced."""

@@ -52,10 +52,8 @@ class Rollback:
         def note(restored: Restored) -> None:
             self._note(restored, failing, left_out, changed=changed, changes=changes)
 
-        restored = self._restorer.apply_memory(self._saver.memory)
-        if restored is not None:
-            note(restored)
-        else:
+        restored = self._restorer.apply_memory(self._saver.memory, note)
+        if restored is None:
             restored = self._restorer.apply_newest(Wanted(), note)
         if restored is None:
             raise CheckpointNotFoundError(directory=run.directory.path)

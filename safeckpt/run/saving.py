@@ -27,6 +27,7 @@ from safeckpt.distributed import (
     both_digests,
     both_texts,
     compared_digests,
+    digests_of,
     first_of_stages,
     have_own_gradients,
     lowest,
@@ -151,6 +152,7 @@ class Saver:
         self._background = BackgroundWriter()
         self.committed: list[Callable[[Checkpoint], object]] = []
         self._memory: MemoryCopy | None = None
+        self._drift: str | None = None  # what the save before has found, and nobody was told
         self._plans = PlanCache()
 
     @property
@@ -185,6 +187,7 @@ class Saver:
         if self._background.busy:
             run.directory.add_event("waited", step, reason="the save before is still being written")
         self.wait()
+        self.tell_drift()
         what = f"saving step {step}"
         try:
             draft, summary = self._capture(what, step, loss, metrics, refusal)
@@ -297,19 +300,36 @@ class Saver:
         if summary.hold_parts:
             with group.section(f"{what}: comparing parts", both_texts, _refuse_parts) as section:
                 section.answer = texts_of(replica_layouts(draft.captured, draft.digests["stage"]))
-        with group.section(f"{what}: comparing copies", both_texts, Texts.differing) as section:
-            section.answer = texts_of(replica_fingerprints(draft.captured))
-        ranks, names = summary.drifted, section.result
-        run.directory.add_event("replicas_differ", step, ranks=ranks, names=names[:20], names_total=len(names))
-        is_first = run.timeline.saved_step is None
-        if run.membership.ranks.on_drift == "error" or is_first:
-            raise ReplicaDriftError(step=step, ranks=ranks, names=names, first=is_first, path=run.directory.path)
+        text = self._refuse_drift(group, what, draft, summary, is_first=run.timeline.saved_step is None)
         with group.section(f"{what}: warning of drift") as section:  # where warnings are errors, on all ranks
             if group.is_rank_zero:
-                warn_caller(drift_text(step, ranks, names), ReplicaDriftWarning)
+                warn_caller(text, ReplicaDriftWarning)
                 section.answer = self._make_ground(step, is_sharded=draft.is_sharded)
         ground: _Ground = section.result
         return ground
+
+    def _refuse_drift(self, group: Group, what: str, draft: Draft, summary: _Summary, *, is_first: bool) -> str:
+        """Name what differs between copies, and refuse it, or return the warning.
+
+        Raises:
+            ReplicaDriftError: The policy asks for it, or there is no checkpoint yet.
+        """
+        run, step, ranks = self._run, draft.checkpoint.step, summary.drifted
+        with group.section(f"{what}: naming what differs", both_texts, Texts.differing) as section:
+            section.answer = texts_of(replica_fingerprints(draft.captured))
+        names = section.result
+        run.directory.add_event("replicas_differ", step, ranks=ranks, names=names[:20], names_total=len(names))
+        if run.membership.ranks.on_drift == "error" or is_first:
+            raise ReplicaDriftError(step=step, ranks=ranks, names=names, first=is_first, path=run.directory.path)
+        return drift_text(step, ranks, names)
+
+    def tell_drift(self) -> None:
+        """Warn of copies that were found to differ while they were written. Called by all ranks at once."""
+        text, self._drift = self._drift, None
+        if text is not None:
+            with self._run.group.section("warning of drift"):  # where warnings are errors, on all ranks
+                if self._run.is_rank_zero:
+                    warn_caller(text, ReplicaDriftWarning)
 
     def _verify_older(self, group: Group, what: str, steps: list[int]) -> None:
         """Read older checkpoints whose state decides what may be deleted: all ranks together, since they are large."""
@@ -325,8 +345,27 @@ class Saver:
     # -- how it is written -------------------------------------------------------------------------------------------
 
     def _write_draft(self, group: Group, what: str, draft: Draft, summary: _Summary, place: Place) -> Checkpoint:
-        """Write a draft, or have it written in the background, when every rank has made itself ready."""
+        """Write a draft, or have a copy of it written in the background, when every rank has made itself ready."""
         self._is_checked = True  # the state was encoded, and the directory taken
+        if draft.is_sharded:
+            group.process_group  # noqa: B018 - formed here, in the training loop
+        if self._staging is not None:
+            with group.section(f"{what}: copying"):
+                self._run.directory.see(place)
+                self._memory = None
+                draft = draft.staged(self._staging, is_rank_zero=group.is_rank_zero)
+            return self._start_write(what, draft, summary, place)
+        writer, make_ready = self._writer_of(group, draft, summary, place)
+        if not draft.is_sharded:
+            return self._write(group, what, writer, make_ready)
+        with group.section(f"{what}: making ready", decide=lambda _: writer.note_seen()):
+            make_ready()
+        return self._write(group, what, writer)
+
+    def _writer_of(
+        self, group: Group, draft: Draft, summary: _Summary, place: Place
+    ) -> tuple[Writer, Callable[[], None]]:
+        """Return the writer of a draft, and what makes it ready."""
         run = self._run
         world = World(
             group.rank,
@@ -352,26 +391,16 @@ class Saver:
             own = None if group.is_rank_zero else rank_state_of(draft.captured, draft.digests, summary.digests)
             writer.ready(own)
 
-        if self._staging is None and not draft.is_sharded:
-            return self._write(group, what, writer, make_ready)
-        if draft.is_sharded:
-            group.process_group  # noqa: B018 - formed here, in the training loop
-        with group.section(f"{what}: making ready", decide=lambda _: writer.note_seen()):
-            make_ready()
-            if self._staging is not None:
-                self._memory = None
-                payload = writer.stage(self._staging, is_rank_zero=group.is_rank_zero)
-                if payload is not None:
-                    self._memory = MemoryCopy(writer.checkpoint.step, payload)
-        return (self._write if self._staging is None else self._start_write)(group, what, writer)
+        return writer, make_ready
 
-    def _start_write(self, group: Group, what: str, writer: Writer) -> Checkpoint:
-        """Write in the background."""
-        background = group.for_background()
-        checkpoint = writer.checkpoint
-        timeline = self._run.timeline
+    def _start_write(self, what: str, draft: Draft, summary: _Summary, place: Place) -> Checkpoint:
+        """Compare the copies of the ranks and write them, in the background."""
+        checkpoint, timeline = draft.checkpoint, self._run.timeline
+        background = self._run.group.for_background()
+        is_first = timeline.saved_step is None
         timeline.expect_save(checkpoint.step)
-        job = functools.partial(self._write_in_background, background, what, writer)
+        job = functools.partial(self._write_in_background, background, what, draft, summary, place, is_first=is_first)
+        self._memory = MemoryCopy(checkpoint.step, draft.captured)
         try:
             self._background.start(job, f"the save of step {checkpoint.step}")
         except BaseException:
@@ -381,12 +410,39 @@ class Saver:
         timeline.end(checkpoint.step)
         return checkpoint
 
-    def _write_in_background(self, group: Group, what: str, writer: Writer) -> None:
+    def _write_in_background(
+        self, group: Group, what: str, draft: Draft, summary: _Summary, place: Place, *, is_first: bool
+    ) -> None:
         try:
-            self._write(group, what, writer)
+            if group.size > 1:
+                draft, summary = self._compare_copies(group, what, draft, summary, is_first=is_first)
+            writer, make_ready = self._writer_of(group, draft, summary, place)
+            self._write(group, what, writer, make_ready)
         except BaseException:
+            self._memory = None
+            self._run.directory.drop(place)
             self._run.timeline.fail_save()
             raise
+
+    def _compare_copies(
+        self, group: Group, what: str, draft: Draft, summary: _Summary, *, is_first: bool
+    ) -> tuple[Draft, _Summary]:
+        """Compare what the ranks have copied; what differs is refused here, or told at the next save."""
+
+        def decide(found: Digests) -> _Summary:
+            return summary._replace(
+                digests=dict(found.first), drifted=found.drifted(), own_gradients=have_own_gradients(found)
+            )
+
+        with group.section(f"{what}: comparing copies", both_digests, decide) as section:
+            draft = dataclasses.replace(draft, digests=digests_of(draft.captured))
+            section.answer = compared_digests(group.rank, draft.digests)
+        summary = section.result
+        if summary.drifted:
+            self._memory = None  # of a rank whose copy is not the one that is saved
+            if self._run.membership.ranks.on_drift != "ignore":
+                self._drift = self._refuse_drift(group, what, draft, summary, is_first=is_first)
+        return draft, summary
 
     def _write(
         self, group: Group, what: str, writer: Writer, make_ready: Callable[[], None] = lambda: None

@@ -276,6 +276,7 @@ class Steps:
             self._saver.wait()
         except OSError as error:
             failure = error  # of an older step, perhaps: it is in the log, and the disk may have room again
+        self._saver.tell_drift()
         saved = run.timeline.saved_step
         if unsaved is None or self._is_saved():
             if failure is not None:

@@ -1,8 +1,7 @@
 """The two forms of a checkpoint: one file that rank 0 writes, and a directory into which every rank writes shards.
 
-What is alike in both: every rank makes itself `ready`, in the training loop, and copies what it writes with `stage`
-when a thread is going to write it; `write` is done by all ranks, `prepare` and `commit` by rank 0, `discard` by every
-rank that has something to remove.
+What is alike in both: every rank makes itself `ready`; `write` is done by all ranks, `prepare` and `commit` by rank 0,
+`discard` by every rank that has something to remove.
 """
 
 from __future__ import annotations
@@ -17,10 +16,8 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 from safeckpt.distributed import (
     Group,
     PlanCache,
-    local_parts,
     pack_rank_state,
     rank_key,
-    replace_local_parts,
     united,
     with_placeholders,
     with_world,
@@ -31,7 +28,7 @@ from safeckpt.file import INDEX, PreparedFile, ShardFile, encode, open_file, pre
 from safeckpt.run.capturing import Draft
 from safeckpt.run.catalog import Checkpoint
 from safeckpt.run.run_directory import Place, RunDirectory
-from safeckpt.state import RESERVED_KEY, Component, Staging, copy_tree, guard_from_record, guarded_in, to_cpu
+from safeckpt.state import RESERVED_KEY, Component, copy_tree, guard_from_record, guarded_in, to_cpu
 from safeckpt.system.threads import Progress
 
 __all__ = [
@@ -51,10 +48,10 @@ Refuse: TypeAlias = Callable[[int, NonFiniteError], NonFiniteError]  # step, err
 
 
 class MemoryCopy(NamedTuple):
-    """A copy of the whole state in memory, as an asynchronous save left it."""
+    """A copy of the whole state of this rank in memory, as an asynchronous save left it."""
 
     step: int
-    payload: dict[str, Any]
+    payload: Mapping[str, Any]
 
 
 class World(NamedTuple):
@@ -118,9 +115,6 @@ class Writer(Protocol):
 
     def note_seen(self) -> None:
         """Note that every rank has seen the directory. On rank 0."""
-
-    def stage(self, staging: Staging, *, is_rank_zero: bool) -> dict[str, Any] | None:
-        """Copy what is written, and return the copy where it is the whole state. After `ready`."""
 
     def write(self, group: Group) -> Parts:
         """Write what every rank writes by itself, and return what rank 0 needs of it. Called by all ranks at once."""
@@ -210,12 +204,6 @@ class FileWriter:
         """See `Writer`."""
         self._directory.note_shared(self._place)
 
-    def stage(self, staging: Staging, *, is_rank_zero: bool) -> dict[str, Any] | None:
-        """See `Writer`."""
-        payload: dict[str, Any] | None = staging.copy(self._payload) if is_rank_zero else None
-        self._payload = payload
-        return payload
-
     def write(self, group: Group) -> Parts:
         """See `Writer`: only rank 0 writes, and what the others have of their own as well."""
         return Parts(rank_states=self._rank_states)
@@ -291,13 +279,6 @@ class ShardedWriter:
 
     def note_seen(self) -> None:
         """See `Writer`: each save has a directory of its own."""
-
-    def stage(self, staging: Staging, *, is_rank_zero: bool) -> dict[str, Any] | None:
-        """See `Writer`: a rank has no copy of the whole state."""
-        payload = self._payload if is_rank_zero else None
-        self._payload, parts = staging.copy((payload, local_parts(self._shards)))
-        self._shards = replace_local_parts(self._shards, parts)
-        return None
 
     def write(self, group: Group) -> Parts:
         """See `Writer`."""

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from safeckpt.state.transfer import Transfer, fresh
-from safeckpt.state.tree import Cluster, cloned, clusters_of, map_tensors, named_tensors
+from safeckpt.state.tree import Cluster, cloned, clusters_of, local_part, map_tensors, named_tensors
 from safeckpt.system.threads import start
+from safeckpt.system.torch_private import with_local_part
 
 __all__ = ["Staging"]
 
@@ -71,7 +72,7 @@ class Staging:
             return self._copy(tree)
 
     def _copy(self, tree: Any) -> Any:
-        clusters = clusters_of(tensor for _, tensor in named_tensors(tree))
+        clusters = clusters_of(local_part(tensor) for _, tensor in named_tensors(tree))
         self._fit(clusters)
         staged: dict[int, torch.Tensor] = {}
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -87,11 +88,11 @@ class Staging:
             torch.accelerator.current_stream(device).synchronize()
 
         def placed(tensor: torch.Tensor) -> torch.Tensor:
-            # Sparse, quantised and the like have no place in a buffer: they are rare, and small.
-            found = staged.get(id(tensor))
-            if found is not None:
-                return found
-            return cloned(tensor) if tensor.device.type == "cpu" else tensor.detach().cpu()
+            part = local_part(tensor)
+            found = staged.get(id(part))
+            if found is None:  # sparse, quantised and the like have no place in a buffer: they are rare, and small
+                found = cloned(part) if part.device.type == "cpu" else part.detach().cpu()
+            return found if part is tensor else with_local_part(tensor, found)
 
         return map_tensors(tree, placed, copy.deepcopy)
 

@@ -12,6 +12,7 @@ other ends in an `AttributeError` that names it. The tests of the architecture r
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import operator
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -81,6 +82,7 @@ __all__ = [
     "validate_coo",
     "version_of",
     "versions_of",
+    "with_local_part",
 ]
 
 try:
@@ -162,6 +164,18 @@ def part_bounds(shape: torch.Size, mesh: Any, placements: Any) -> tuple[tuple[in
 
     sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
     return tuple(sizes), tuple(offsets)
+
+
+def with_local_part(sharded: Any, part: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor that lies as another one does, over another local part.
+
+    Not by from_local(), which moves the part to the device of the mesh.
+    """
+    spec = sharded._spec
+    if part.dtype != sharded.dtype:
+        spec = dataclasses.replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=part.dtype))
+    found: torch.Tensor = type(sharded)(part, spec, requires_grad=False)
+    return found
 
 
 def sharded_like(live: Any, shape: torch.Size, dtype: torch.dtype, cut: tuple[int | None, ...]) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import safeckpt
+from safeckpt.run import saving
 from tests.comparing import bits
 from tests.distributed import groups, settings
 from tests.distributed.scenarios import caught, local, outcome, rank
@@ -258,6 +260,86 @@ def test_copies_that_differ_at_the_first_save_are_an_error(seen: list[dict[str, 
         assert found["error"] == "ReplicaDriftError"
         assert "If each rank holds a different part" in found["text"]
         assert ignored["error"] is None
+
+
+@case
+def copies_that_differ_in_the_background(path: Path) -> Any:
+    def drift(model: Any, amount: float) -> None:
+        if rank() == 1:
+            with torch.no_grad():
+                model.module[0].bias[0] += amount
+
+    found: dict[str, Any] = {}
+    threads = set()
+    real = saving.digests_of
+
+    def digests_of(payload: Any) -> dict[str, str]:
+        threads.add(threading.current_thread().name)
+        return real(payload)
+
+    saving.digests_of = digests_of  # type: ignore[assignment]
+    for policy in ("error", "warn"):
+        model = net("ddp")
+        parts = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
+        ranks = safeckpt.Ranks(20.0, on_drift=policy)  # type: ignore[arg-type]
+        with manager(path / policy, parts, async_save=True, ranks=ranks) as one:
+            one.save(1)
+            drift(model, 1.0)
+            calls = [caught(lambda step=step: one.save(step)) for step in (2, 3)]
+            drift(model, -1.0)
+            model.module[0].bias.data.fill_(0.0)
+            calls += [caught(lambda: one.save(4)), caught(one.wait)]
+            found[policy] = calls, [each.step for each in one.checkpoints()]
+            torch.distributed.barrier()
+    saving.digests_of = real
+    with manager(path / "first", parts, async_save=True) as one:
+        drift(model, 1.0)
+        calls = [caught(lambda: one.save(1)), caught(one.wait)]
+        found["first"] = calls, [each.step for each in one.checkpoints()]
+    return found, threads
+
+
+def test_copies_of_an_asynchronous_save_are_compared_in_the_background(seen: list[dict[str, Any]]) -> None:
+    """The call copies and compares nothing; a drift is told at the next call, and refused it is not committed."""
+    for number, (found, threads) in enumerate(groups.of(seen, "copies_that_differ_in_the_background")):
+        assert threads == {"safeckpt-writer"}
+        calls, steps = found["error"]
+        assert [one["error"] for one, _ in calls] == [None, "ReplicaDriftError", None, None]
+        assert "0.bias" in calls[1][0]["text"]
+        assert steps == [1, 4]
+        calls, steps = found["warn"]
+        assert [one["error"] for one, _ in calls] == [None, None, None, None]
+        assert [len(given) for _, given in calls] == ([0, 1, 1, 0] if number == 0 else [0, 0, 0, 0])
+        assert steps == [2, 3, 4]
+        calls, steps = found["first"]
+        assert [one["error"] for one, _ in calls] == [None, "ReplicaDriftError"]
+        assert steps == []
+
+
+@case
+def rollback_without_a_file(path: Path) -> Any:
+    def read(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a file is read")
+
+    found = {}
+    for name in ("ddp_adamw", "fsdp_average_as_object"):
+        made = settings.PAIR[name]()
+        with settings.manager_of(made.components, path / name, async_save=True, save_on_exit=False) as one:
+            made.step(1)
+            one.save(1)
+            one.wait()
+            losses = [made.step(number) for number in (2, 3)]
+            one._run.directory.catalog.open_step = read  # type: ignore[method-assign]
+            one.rollback(changed=True)
+            found[name] = losses == [made.step(number) for number in (2, 3)]
+            torch.distributed.barrier()
+    return found
+
+
+def test_group_rolls_back_from_memory(seen: list[dict[str, Any]]) -> None:
+    """Each rank has its part of the newest state still: no file is read, and the run goes on as it did."""
+    for found in groups.of(seen, "rollback_without_a_file"):
+        assert set(found.values()) == {True}, found
 
 
 @case
