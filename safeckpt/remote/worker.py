@@ -101,6 +101,7 @@ class Worker:
         self._pid = os.getpid()
         self._saved_step: int | None = None
         self._is_asked = False
+        self._is_busy = False
         self._is_closing = False
         self._is_abandoned = False
         self._back_to: int | None = None  # a step to which the run has gone back, until an epoch says so
@@ -118,17 +119,11 @@ class Worker:
     # -- what the training thread calls ------------------------------------------------------------------------------
 
     def committed(self, step: int, *, rank: int = 0, size: int = 1) -> None:
-        """Have a checkpoint copied that is in the directory.
-
-        Raises:
-            MirrorBehindError, MirrorTakenError: With `wait="save"`, when it did not get there.
-        """
+        """Have a checkpoint copied that is in the directory."""
         with self._changed:
             self._place = _Place(rank, size)
             self._saved_step = step
             self._ask()
-        if self._mirror.wait == "save" and rank == 0:
-            self.wait(self._mirror.timeout_seconds)
 
     def described(self, step: int) -> None:
         """Have a checkpoint copied again: its header has changed."""
@@ -224,7 +219,7 @@ class Worker:
 
     def _is_done(self) -> bool:
         if self._place.rank:
-            return not self._is_asked
+            return not self._is_asked and not self._is_busy
         return self._saved_step is None or (
             self.durable_step is not None and self.durable_step >= self._saved_step and not self._described
         )
@@ -269,18 +264,19 @@ class Worker:
     def _end_with(self, error: BaseException) -> None:
         _log.error("%s", error)
         with self._changed:
-            self._fatal = error
+            self._fatal = error  # raised by the next save, and by `close`
             self._changed.notify_all()
-        self._warn(str(error))
 
     def _await_work(self) -> bool:
         """Wait until there is something to do, and return whether there is. Meanwhile send the losses now and then."""
         while True:
             with self._changed:
+                self._is_busy = False
+                self._changed.notify_all()
                 if self._is_abandoned:
                     return False
                 if self._is_asked:
-                    self._is_asked = False
+                    self._is_asked, self._is_busy = False, True
                     return True
                 is_last = self._is_closing
                 due = self._history_at + _HISTORY_SECONDS - time.monotonic()

@@ -307,8 +307,13 @@ class RunMirror:
             return None
 
     def committed(self, step: int, *, rank: int, size: int) -> None:
-        """Have a checkpoint copied; with `wait="save"`, return when that is done. On every rank."""
+        """Have a checkpoint copied: on every rank, what is its own."""
         self._worker.committed(step, rank=rank, size=size)
+
+    @property
+    def waits_at_saves(self) -> bool:
+        """Whether a save returns only when the checkpoint is in the store."""
+        return self._mirror.wait == "save"
 
     def described(self, step: int) -> None:
         """Have a checkpoint copied again, whose header was changed."""

@@ -457,9 +457,7 @@ class Saver:
         def commit(parts: Parts) -> _Written:
             writer.note_seen()
             try:
-                written = self._commit(writer, parts)
-                self._mirror(written, group)
-                return _Written(written, failed_late=False)
+                return _Written(self._commit(writer, parts), failed_late=False)
             except BaseException as error:
                 if self._run.timeline.saved_step != writer.checkpoint.step:
                     raise
@@ -476,11 +474,11 @@ class Saver:
         written: Checkpoint = dataclasses.replace(section.result.checkpoint, path=writer.checkpoint.path)
         if not group.is_rank_zero:
             self._run.timeline.record(written)
-            self._mirror(written, group)
         if section.result.failed_late:
             with group.section(f"{what}: after the commit"):
                 if late:
                     raise late[0]
+        self._mirror(group, what, written.step)
         return written
 
     def _commit(self, writer: Writer, parts: Parts) -> Checkpoint:
@@ -504,9 +502,16 @@ class Saver:
             call(checkpoint)
         return checkpoint
 
-    def _mirror(self, checkpoint: Checkpoint, group: Group) -> None:
-        if self._run.directory.mirror is not None:
-            self._run.directory.mirror.committed(checkpoint.step, rank=group.rank, size=group.size)
+    def _mirror(self, group: Group, what: str, step: int) -> None:
+        """Have a committed checkpoint copied, on every rank what is its own, and wait where the caller wants that."""
+        mirror = self._run.directory.mirror
+        if mirror is None:
+            return
+        mirror.committed(step, rank=group.rank, size=group.size)
+        if mirror.waits_at_saves:
+            with group.section(f"{what}: sending it to the store"):
+                if group.is_rank_zero:
+                    mirror.wait()
 
     def _record(self, checkpoint: Checkpoint) -> None:
         self._run.timeline.record(checkpoint)
