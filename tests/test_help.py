@@ -22,6 +22,8 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 import safeckpt
+from safeckpt.run import mirroring
+from tests.remote.memory_store import MemoryStore
 
 PAGE = Path(__file__).parents[1] / ".readme" / "help.md"
 ROWS = re.findall(r"^\| `([^`]+)` \| ", PAGE.read_text(), re.MULTILINE)
@@ -409,6 +411,76 @@ def fetch_ahead(directory: Path) -> None:
 @provokes("is a plain DataLoader, which has no position")
 def register_a_plain_loader(directory: Path) -> None:
     manager_of(directory, {"loader": DataLoader(TensorDataset(torch.zeros(4, 4)))})
+
+
+@contextlib.contextmanager
+def stored() -> Iterator[MemoryStore]:
+    """A store in memory behind every mirror."""
+    store = MemoryStore()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(mirroring, "open_client", lambda mirror: store.client(store.hook, mirror.url))
+        yield store
+        store.gate.set()
+
+
+def mirrored(directory: Path, step: int, **options: Any) -> None:
+    parts = {"counters": {"step": step}}
+    options = {"url": "s3://bucket/run", "wait": "save", "timeout_seconds": 0.2, **options}
+    with manager_of(directory, parts, mirror=safeckpt.Mirror(**options), save_on_exit=False) as manager:
+        manager.restore()
+        parts["counters"]["step"] = step
+        manager.save(step)
+
+
+@provokes("was written to by another run last")
+def come_back_to_an_old_machine(directory: Path) -> None:
+    with stored():
+        mirrored(directory / "a", 1)
+        mirrored(directory / "b", 2)
+        mirrored(directory / "a", 3)
+
+
+@provokes("was taken over from this run by another one")
+def start_on_another_machine(directory: Path) -> None:
+    with stored(), manager_of(directory / "a", {"counters": {"step": 1}}, mirror="s3://bucket/run") as manager:
+        manager.save(1)
+        manager._run.directory.mirror.wait(30)  # type: ignore[union-attr]
+        mirrored(directory / "b", 2)
+        manager.save(3)
+        manager._run.directory.mirror.wait(30)  # type: ignore[union-attr]
+
+
+@provokes("does not honour conditional writes")
+def mirror_to_a_store_without_conditions(directory: Path) -> None:
+    with stored() as store:
+        store.is_conditional = False
+        mirrored(directory, 1)
+
+
+@provokes("The copy in s3://bucket/run is not up to date")
+def lose_the_network(directory: Path) -> None:
+    with stored() as store, manager_of(directory, {"counters": {"step": 1}}, mirror="s3://bucket/run") as manager:
+        manager.save(1)
+        manager._run.directory.mirror.wait(30)  # type: ignore[union-attr]
+        store.is_down = True
+        with contextlib.suppress(safeckpt.MirrorBehindError):
+            manager.save(2)
+            manager._run.directory.mirror.wait(1)  # type: ignore[union-attr]
+        store.is_down = False
+
+
+@provokes("Step 1 is not in s3://bucket/run")
+def wait_for_a_slow_store(directory: Path) -> None:
+    with stored() as store:
+        store.gate.clear()
+        mirrored(directory, 1)
+
+
+@provokes("failed at listing")
+def start_on_an_empty_disk_without_network(directory: Path) -> None:
+    with stored() as store:
+        store.is_down = True
+        mirrored(directory, 1)
 
 
 def test_every_message_of_the_page_is_provoked() -> None:

@@ -34,6 +34,7 @@ CLASSES: tuple[str, ...] = (
     "changing",
     "failing",
     "chaos",
+    "remote",
     "long_run",
 )  # modules beside this one, in the order of the report
 
