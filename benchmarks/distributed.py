@@ -6,7 +6,6 @@ import io
 import json
 import os
 import pickle
-import secrets
 import subprocess
 import sys
 import time
@@ -18,12 +17,13 @@ from typing import Any
 import torch
 
 import safeckpt
-from benchmarks.harness import DURABLE, NOTHING, Options, Report, Row
+from benchmarks.harness import DURABLE, NOTHING, Options, Report, Row, fresh
 from benchmarks.workloads import Training
 
 _RANKS = 2
-_GROWTH = (64, 512, 4096)
-_PARAMETERS = 300  # of the model whose shards are simulated
+_GROWTH = (64, 512, 4096, 16384)
+_PARAMETERS = 12  # of the model whose shards are simulated
+RESTORE, PLAIN_RESTORE = "CheckpointManager.restore", "DCP load and set_state_dict"
 MANAGER, PLAIN = "CheckpointManager.save", "DCP save"
 STALL, PLAIN_STALL = "CheckpointManager(async_save=True), stall", "DCP async_save, stall"
 
@@ -32,7 +32,7 @@ def run(options: Options) -> Iterator[Report]:
     """Save on a real group of two, then count what thousands would write."""
     for size_mb in options.sizes_mb:
         yield _race(options, size_mb)
-    yield _growth()
+    yield _growth(options.disk)
 
 
 def _race(options: Options, size_mb: int) -> Report:
@@ -52,7 +52,8 @@ def _race(options: Options, size_mb: int) -> Report:
     report = Report("distributed", f"{_RANKS} gloo ranks with FSDP2 on one machine, {size_mb} MB in all", rows)
     report.axis = ("size_mb", size_mb)
     report.notes.append("DCP syncs its files and not the directory, takes no digest, guards nothing, keeps no streams")
-    report.target("save / DCP save", report.ratio(MANAGER, PLAIN), 1.6)
+    report.target("save / DCP save", report.ratio(MANAGER, PLAIN), 1.2)
+    report.target("restore / DCP load and set_state_dict", report.ratio(RESTORE, PLAIN_RESTORE), 1.3)
     report.target("stall / DCP async_save", report.ratio(STALL, PLAIN_STALL), 1.6)
     return report
 
@@ -60,7 +61,7 @@ def _race(options: Options, size_mb: int) -> Report:
 def worker(directory: Path, size_mb: int, repeats: int) -> None:
     """One rank of the race."""
     from torch.distributed import checkpoint
-    from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
     from torch.distributed.fsdp import fully_shard
 
     torch.distributed.init_process_group("cpu:gloo")
@@ -89,12 +90,20 @@ def worker(directory: Path, size_mb: int, repeats: int) -> None:
     def plain(where: Path) -> None:
         checkpoint.save(state(), checkpoint_id=where)
 
+    def plain_restore(where: Path, target: dict[str, Any]) -> None:
+        checkpoint.load(target, checkpoint_id=where)
+        model, optimizer = target["model"], target["optimizer"]
+        set_state_dict(training.model, training.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+
     def plain_async(where: Path) -> Any:
         return checkpoint.async_save(state(), checkpoint_id=where, process_group=group)
 
     def one_round(step: int) -> None:
         timed(MANAGER, lambda: ours.save(step))
         timed(PLAIN, lambda: plain(directory / f"dcp-{step}"))
+        timed(RESTORE, ours.restore)
+        target = state()
+        timed(PLAIN_RESTORE, lambda: plain_restore(directory / f"dcp-{step}", target))
         timed(STALL, lambda: background.save(step))
         background.wait()
         timed(PLAIN_STALL, lambda: plain_async(directory / f"async-{step}")).result()
@@ -113,8 +122,53 @@ def worker(directory: Path, size_mb: int, repeats: int) -> None:
     torch.distributed.destroy_process_group()
 
 
-def _growth() -> Report:
-    """Count what rank 0 collects and writes for many ranks, each with a small shard of every parameter."""
+def _growth(disk: Path) -> Report:
+    """Write what many ranks leave in a directory, each with a small shard of every parameter, and read it as rank 0."""
+    rows = {}
+    for ranks in _GROWTH:
+        with TemporaryDirectory(dir=disk) as name:
+            found = fresh("distributed:as_rank_zero", ranks=ranks, directory=name)
+        rows[f"{ranks} ranks: rank 0 restores"] = Row([found.pop("restore")], NOTHING, found)
+    title = f"growth with the ranks, {_PARAMETERS} parameters, real files of simulated ranks"
+    return Report("distributed", title, rows)
+
+
+def as_rank_zero(ranks: int, directory: str) -> dict[str, float]:
+    """Write a checkpoint of so many ranks and read what rank 0 reads, in a process that has to be a fresh one."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from safeckpt.distributed import open_shards
+    from safeckpt.file import CheckpointFolder, MappedFiles, open_checkpoint
+
+    torch.distributed.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    mesh = init_device_mesh("cpu", (ranks,))
+    found = _write_as(ranks, Path(directory))
+    wanted = {
+        f"model.{number}": DTensor.from_local(torch.empty(1, 64), mesh, [Shard(0)], run_check=False)
+        for number in range(_PARAMETERS)
+    }
+    start = time.perf_counter()
+    with open_checkpoint(directory) as file:
+        assert isinstance(file, CheckpointFolder)
+        file.check_structure()
+        file.verify(0, ranks)
+        _, index = file.load_mapped()
+        mapped = MappedFiles(index)
+        opened = time.perf_counter()
+        reader = open_shards(Path(directory), [name for name, *_ in file.shards()], file.verified, mapped)
+        parts = reader.read(wanted)
+        mapped.check_unchanged()
+        reader.close()
+    end = time.perf_counter()
+    assert all(torch.equal(part, torch.ones(1, 64)) for part in parts.values())
+    return {**found, "read index s": opened - start, "read metadata s": end - opened, "restore": end - start}
+
+
+def _write_as(ranks: int, directory: Path) -> dict[str, float]:
+    """Write the files of all ranks, the engine's metadata and the index; return sizes and what rank 0 took for them."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata,
         Metadata,
@@ -123,51 +177,46 @@ def _growth() -> Report:
         TensorStorageMetadata,
     )
 
-    from safeckpt.distributed.rank_state import merged
-    from safeckpt.file import encode, prepare
-    from safeckpt.state.random_streams import RngStreams
+    from safeckpt.file import INDEX, METADATA, encode, prepare, shard_of_bytes, write_joined
 
-    rows = {}
-    for ranks in _GROWTH:
-        own = [
-            {"rng": RngStreams.capture(), "states": {"loader": {"epoch": 1, "batch": rank}}} for rank in range(ranks)
-        ]
-        start = time.perf_counter()
-        payload = merged({"safeckpt": {}}, own)
-        payload["safeckpt"]["files"] = [[f"__{rank}_0.distcp", 10**9, secrets.token_hex(32)] for rank in range(ranks)]
-        sink = io.BytesIO()
-        index = prepare(encode(payload), header={}).write(sink).size_bytes
-        seconds = time.perf_counter() - start
-        sink.seek(0)
-        start = time.perf_counter()
-        safeckpt.load(sink)
-        read = time.perf_counter() - start
-        chunks = [ChunkStorageMetadata(torch.Size([rank, 0]), torch.Size([1, 64])) for rank in range(ranks)]
-        metadata = Metadata(
-            {
-                f"model.layer.{number}.weight": TensorStorageMetadata(
-                    TensorProperties(), torch.Size([ranks, 64]), list(chunks)
-                )
-                for number in range(_PARAMETERS)
-            },
-            None,
-            {
-                MetadataIndex(f"model.layer.{number}.weight", torch.Size([rank, 0])): (f"__{rank}_0.distcp", 0, 256)
-                for number in range(_PARAMETERS)
-                for rank in range(ranks)
-            },
-        )
-        rows[f"{ranks} ranks: rank 0 writes the index"] = Row(
-            [seconds],
-            NOTHING,
-            {
-                "index MB": index / 1e6,
-                "engine's metadata MB": len(pickle.dumps(metadata)) / 1e6,
-                "directory entries": ranks + 2,
-                "read s": read,
-            },
-        )
-    return Report("distributed", f"growth with the ranks, {_PARAMETERS} parameters, simulated", rows)
+    part = prepare(encode(torch.ones(1, 64)), trailer=False)
+    sink = io.BytesIO()
+    offsets, _ = write_joined([part] * _PARAMETERS, sink)
+    _, size, digest = shard_of_bytes("", sink.getvalue())
+    for rank in range(ranks):
+        (directory / f"__{rank}_0.distcp").write_bytes(sink.getvalue())
+    places = [torch.Size([rank, 0]) for rank in range(ranks)]
+    keys = [f"model.{number}" for number in range(_PARAMETERS)]
+    chunks = [ChunkStorageMetadata(place, torch.Size([1, 64])) for place in places]
+    metadata = Metadata(
+        {key: TensorStorageMetadata(TensorProperties(), torch.Size([ranks, 64]), list(chunks)) for key in keys},
+        None,
+        {
+            MetadataIndex(key, place): _StorageInfo(f"__{rank}_0.distcp", offset, part.size_bytes)
+            for key, offset in zip(keys, offsets, strict=True)
+            for rank, place in enumerate(places)
+        },
+    )
+    start = time.perf_counter()
+    document = pickle.dumps(metadata)
+    (directory / METADATA).write_bytes(document)
+    written = time.perf_counter()
+    files = [[f"__{rank}_0.distcp", size, digest] for rank in range(ranks)]
+    files.append(list(shard_of_bytes(METADATA, document)))
+    header = {"shards": len(files), "shards_bytes": ranks * size + len(document)}
+    index = prepare(encode({"safeckpt": {"files": files}}), header=header)
+    with (directory / INDEX).open("wb") as file:
+        index.write(file)
+    end = time.perf_counter()
+    bare = prepare(encode({"safeckpt": {"files": []}}), header=header).size_bytes
+    return {
+        "files": float(len(files) + 1),
+        "index kB": index.size_bytes / 1e3,
+        "without its list kB": bare / 1e3,
+        "metadata MB": len(document) / 1e6,
+        "write index s": end - written,
+        "write metadata s": written - start,
+    }
 
 
 if __name__ == "__main__":
