@@ -38,6 +38,10 @@ def part_of(path):
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+def in_integrations(path):
+    return part_of(path) == "integrations"
+
+
 def imports_of(path):
     """Yield (top module, part of safeckpt or None) for every import that runs."""
     tree = ast.parse(path.read_text())
@@ -148,7 +152,9 @@ def test_trainers_are_imported_by_their_own_integration_alone(path):
     """Each integration imports its trainer, and no other module does."""
     trainers = {name: {name} for name in ("lightning", "accelerate", "ignite")}
     trainers["transformers"] = {"transformers", "accelerate"}
-    own = trainers.get(path.stem, set()) if part_of(path) == "integrations" else set()
+    own = (
+        trainers.get(path.relative_to(PACKAGE).parts[1].removesuffix(".py"), set()) if in_integrations(path) else set()
+    )
     assert {top for top, _ in imports_of(path)} & set().union(*trainers.values()) <= own
 
 
@@ -197,10 +203,28 @@ def test_only_one_module_uses_private_names_of_torch():
     found = {
         (part_of(path), name)
         for path in MODULES
-        if path != PACKAGE / "system" / "torch_private.py"
+        if path != PACKAGE / "system" / "torch_private.py" and not in_integrations(path)
         for name in set(foreign_private_names(path)) - allowed
     }
     assert found == {("distributed", name) for name in OF_DISTRIBUTED}
+
+
+@pytest.mark.parametrize(
+    "integration", sorted((PACKAGE / "integrations").iterdir()), ids=lambda path: path.name.removesuffix(".py")
+)
+def test_private_names_of_a_trainer_are_looked_for_before_they_are_used(integration):
+    """What an integration asks of a trainer's inside is in a list of hooks, whose absence is an error at the start."""
+    paths = sorted(integration.rglob("*.py")) if integration.is_dir() else [integration]
+    checked = {
+        name
+        for path in paths
+        if path.suffix == ".py"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        for name in node.value.split(".")
+    }
+    used = {name for path in paths if path.suffix == ".py" for name in foreign_private_names(path)}
+    assert used - own_private_names() - OF_OTHERS <= checked
 
 
 def test_public_names_are_pinned():

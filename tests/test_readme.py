@@ -154,5 +154,11 @@ def test_examples_in_docstrings_print_what_they_say(name, tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     if name == "safeckpt.__main__":
         return
-    results = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        if not name.startswith("safeckpt.integrations."):
+            raise
+        pytest.skip(str(error))  # its trainer is not installed
+    results = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
     assert results.failed == 0
