@@ -740,7 +740,8 @@ class RankLostError(GroupError, RuntimeError):
             "all earlier checkpoints are intact; the one being written is either complete or absent.",
             "end this process and start the group again (torchrun does so), then call restore(). If every process is "
             "alive: make a manager on every rank and call save, restore, rollback and end_step on all of them, not "
-            "under `if rank == 0:`, as one does with torch.save.",
+            "under `if rank == 0:`, as one does with torch.save. If only some of the ranks train together, name them "
+            "with Ranks(process_group=...).",
             path=path,
         )
         self.lost = tuple(lost)

@@ -146,7 +146,7 @@ class CheckpointManager:
             "save_every": save_every,
             "async_save": async_save,
             "grads": grads,
-            "ranks": ranks,
+            "ranks": dataclasses.replace(ranks, process_group=None),  # each process has another object for it
             "notes": checked_notes(notes),
         }
         membership = Membership(ranks, settings, files.path)
@@ -170,6 +170,7 @@ class CheckpointManager:
         for line in uncaptured(components):
             warn_caller(f"Not captured: {line}.", UncapturedStateWarning)
         self._signals = StopSignals(stop_signals)
+        membership.on_lost = self._signals.give_up
         self._save_on_exit = save_on_exit
         self._mutex = threading.RLock()  # threads that call one manager take turns
         self._run = run = Run(registered, timeline, run_directory, membership, replay, settings["notes"])

@@ -280,6 +280,7 @@ class Agreements:
         try:
             while self.lost is None and (self._links or not self._is_closed):
                 now = time.monotonic()
+                self._next_beat = min(self._next_beat, now + self._beat_seconds)
                 ready = wait([*self._links.values(), self._wake_out], max(0.0, self._next_beat - now))
                 self._take_calls()
                 by_link = {link: rank for rank, link in self._links.items()}

@@ -134,32 +134,44 @@ class Group:
         """Whether this is the group that this process belongs to now."""
         return not in_group()
 
+    def tell_of_loss(self, call: Callable[[], None]) -> None:
+        """Have a function called, in another thread, when a process is lost."""
+
     def close(self) -> None:
         """Give back what the group holds."""
 
 
 class RankGroup(Group):
-    """The processes of the default process group of torch.distributed, connected along a tree.
+    """The processes of a process group of torch.distributed, connected along a tree.
 
     A rank exchanges two small messages with each of its neighbours for a section, which are log2(size) + 1 at most.
 
     Args:
         timeout_seconds: How long a rank is waited for that does not come to a section.
+        process_group: The process group; None for the default one.
 
     Raises:
         RankLostError: Ranks did not come to form the group.
+        ValueError: This process does not belong to the process group.
     """
 
-    def __init__(self, timeout_seconds: float) -> None:
-        self.rank = torch.distributed.get_rank()
-        self.size = torch.distributed.get_world_size()
+    def __init__(self, timeout_seconds: float, process_group: Any = None) -> None:
+        self.rank = torch.distributed.get_rank(process_group)
+        self.size = torch.distributed.get_world_size(process_group)
+        if self.rank < 0:
+            raise ValueError(
+                f"rank {torch.distributed.get_rank()} is not in Ranks(process_group=...) of its manager: give it a "
+                "manager of its own group, or none"
+            )
+        self._process_group = process_group
         self._channel = _FRONT
         self._world = torch.distributed.group.WORLD
         self._engine_group: list[Any] = []  # shared with the group for the background
         self._agreements = Agreements(self._meet(timeout_seconds), self.rank, self.size, timeout_seconds)
 
     def _meet(self, timeout_seconds: float) -> dict[int, Any]:
-        name = self._world.group_name if self._world is not None else ""
+        group: Any = self._process_group or self._world
+        name: str = group.group_name
         _meetings[name] = meeting = _meetings.get(name, 0) + 1
         # torchrun may start ranks again in the store of those before, whose addresses are there still.
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -180,13 +192,28 @@ class RankGroup(Group):
             with lazy_gloo():  # else each rank would connect to all others
                 # A rank is busy in a collective until the slowest has written its part.
                 timeout = dt.timedelta(seconds=_ENGINE_TIMES * self._agreements.timeout_seconds)
-                self._engine_group.append(torch.distributed.new_group(backend="gloo", timeout=timeout))
+                self._engine_group.append(
+                    torch.distributed.new_group(
+                        None if self._process_group is None else self._all_ranks(),
+                        backend="gloo",
+                        timeout=timeout,
+                        use_local_synchronization=self._process_group is not None,
+                    )
+                )
         return self._engine_group[0]
+
+    def _all_ranks(self) -> list[int]:
+        """Return the ranks of the default process group that belong to this one."""
+        return torch.distributed.get_process_group_ranks(self._process_group or self._world)
 
     @property
     def current(self) -> bool:
         """See `Group`."""
         return in_group() and self._world is torch.distributed.group.WORLD
+
+    def tell_of_loss(self, call: Callable[[], None]) -> None:
+        """See `Group`."""
+        self._agreements.on_lost = call
 
     def close(self) -> None:
         """See `Group`: connections, descriptors and threads."""
@@ -272,7 +299,7 @@ class RankGroup(Group):
     def _lost(self, what: str, lost: Lost) -> RankLostError:
         return RankLostError(
             what=what,
-            lost=lost.ranks,
+            lost=[self._all_ranks()[rank] for rank in lost.ranks] if self.current else lost.ranks,
             timeout_seconds=self._agreements.timeout_seconds,
             reason=lost.reason,
             late=lost.late,
@@ -288,9 +315,9 @@ def _say_who_is_missing(missing: list[int]) -> None:
         )
 
 
-def group_of_this_process(timeout_seconds: float) -> Group:
-    """Return the processes that this one belongs to: all those of the default process group, or only itself."""
-    return RankGroup(timeout_seconds) if in_group() else Group()
+def group_of_this_process(timeout_seconds: float, process_group: Any = None) -> Group:
+    """Return the processes that this one belongs to: those of a process group, by default of all, or only itself."""
+    return RankGroup(timeout_seconds, process_group) if in_group() else Group()
 
 
 def in_group() -> bool:
@@ -298,6 +325,6 @@ def in_group() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def rank_of_this_process() -> int:
+def rank_of_this_process(process_group: Any = None) -> int:
     """Return the number of this process among those that it belongs to. Does not communicate."""
-    return torch.distributed.get_rank() if in_group() else 0
+    return torch.distributed.get_rank(process_group) if in_group() else 0

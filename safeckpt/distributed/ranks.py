@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
 from safeckpt.system.arguments import checked_choice, checked_int, checked_number
 
@@ -25,6 +25,9 @@ class Ranks:
             the background, and the next `save` or the end of the run tells: what is an error is not committed.
         agree_every: The ranks agree on losses, signals and clocks at least every so many steps, and more often where
             steps are long. No rank waits for it: what they agree on is known the next time.
+        process_group: The processes that save and restore together, of `torch.distributed`; None for all of them. No
+            other process is waited for. Every process of it makes a manager; several groups have directories of their
+            own.
 
     Raises:
         TypeError: A value is of a kind that is not accepted.
@@ -34,6 +37,7 @@ class Ranks:
     timeout_seconds: float = 600.0
     on_drift: DriftPolicy = "warn"
     agree_every: int = 10
+    process_group: Any = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         checked_number("Ranks: timeout_seconds", self.timeout_seconds, positive=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,14 @@ class Membership:
         ranks: How to act with the other processes.
         settings: What has to be the same on every rank, by the name of the argument.
         path: The directory of the run, for error texts.
+
+    Attributes:
+        on_lost: Called, in another thread, when a process of the group is lost.
     """
 
     def __init__(self, ranks: Ranks, settings: Mapping[str, Any], path: Path) -> None:
         self.ranks = ranks
+        self.on_lost: Callable[[], None] = lambda: None
         self._settings = settings
         self._path = path
         self._group: Group | None = None
@@ -39,7 +43,8 @@ class Membership:
         if self._group is None or not self._group.current:
             if self._group is not None and not in_group():
                 raise GroupDestroyedError(what="coming back to it", path=self._path)
-            self._group = group_of_this_process(self.ranks.timeout_seconds)
+            self._group = group_of_this_process(self.ranks.timeout_seconds, self.ranks.process_group)
+            self._group.tell_of_loss(self.on_lost)
             self._compared = False
         if not self._compared:
             if self._group.size > 1:
@@ -51,7 +56,7 @@ class Membership:
     @property
     def is_rank_zero(self) -> bool:
         """Whether this process writes what is written once. Does not communicate."""
-        return rank_of_this_process() == 0 if in_group() else self.was_rank_zero
+        return rank_of_this_process(self.ranks.process_group) == 0 if in_group() else self.was_rank_zero
 
     @property
     def was_rank_zero(self) -> bool:

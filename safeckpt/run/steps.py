@@ -35,7 +35,7 @@ _log = logging.getLogger("safeckpt")
 _STOP_SECONDS = 5.0  # from a stop signal to the step that heeds it, or one step where that takes longer
 _LONG_STEP_SECONDS = 0.5
 # What ending a step may raise on one rank alone.
-_OF_ONE_RANK = (SafeckptError, SafeckptWarning, OSError, TypeError, ValueError)
+_OF_ONE_RANK = (SafeckptError, SafeckptWarning, OSError, TypeError, ValueError, RuntimeError)
 
 
 class _Ended(NamedTuple):
@@ -68,20 +68,33 @@ class _Due(NamedTuple):
     step_seconds: float | None
 
 
+class _Pace(NamedTuple):
+    """How ranks agree.
+
+    Attributes:
+        steps: How many steps until they agree again.
+        waits: Whether they then wait for each other, since that takes no time beside a step.
+    """
+
+    steps: int
+    waits: bool
+
+
+_FIRST_PACE = _Pace(1, waits=True)  # while it is not known how long a step takes
+
+
 class _Agreed(NamedTuple):
     """What all ranks do.
 
     Attributes:
         is_due: Save.
         stop_requested: Save, and stop.
-        steps: How many steps until they agree again.
-        waits: Whether they then wait for each other, since that takes no time beside a step.
+        pace: Go on like this.
     """
 
     is_due: bool
     stop_requested: bool
-    steps: int
-    waits: bool
+    pace: _Pace
 
     @property
     def saves(self) -> bool:
@@ -94,9 +107,11 @@ def _both_due(one: _Due, other: _Due) -> _Due:
 
 
 def _agreed(most_steps: int, due: _Due) -> _Agreed:
-    seconds = due.step_seconds
-    steps = 1 if seconds is None else max(1, min(most_steps, int(_STOP_SECONDS / 2 / max(seconds, 1e-9))))
-    return _Agreed(due.is_due, due.stop_requested, steps, waits=seconds is not None and seconds > _LONG_STEP_SECONDS)
+    seconds, pace = due.step_seconds, _FIRST_PACE
+    if seconds is not None:
+        steps = int(_STOP_SECONDS / 2 / max(seconds, 1e-9))
+        pace = _Pace(max(1, min(most_steps, steps)), waits=seconds > _LONG_STEP_SECONDS)
+    return _Agreed(due.is_due, due.stop_requested, pace)
 
 
 class Steps:
@@ -120,6 +135,7 @@ class Steps:
         self._is_owed = False  # a checkpoint was due, and its step has ended without it
         self._was_tried = False  # and somebody has tried to save it since
         self._asked: Section | None = None  # what the ranks agreed on last, and have not read yet
+        self._pace = _FIRST_PACE  # as they agreed last; the first time they wait for each other
         self._next_step = 0  # at which they agree again
         self._last_asked = 0, 0.0  # step and time
         self._watch = StreamWatch(component.obj for component in run.components.values())
@@ -156,7 +172,7 @@ class Steps:
         self._pending = None
         self._unsaved = None
         self._is_owed = False
-        self._asked, self._next_step = None, 0
+        self._asked, self._next_step, self._pace = None, 0, _FIRST_PACE
         self._watch.end()
 
     def save(self, step: int, loss: Any, metrics: Mapping[str, Any] | None) -> Checkpoint:
@@ -237,13 +253,12 @@ class Steps:
 
     def _note_loss(self, step: int, loss: Any, metrics: Mapping[str, Any] | None) -> Loss:
         """Guard and record a loss; what is refused here is raised when all ranks know, and this rank goes on."""
-        if self._pending is None:
-            try:
+        try:
+            if self._pending is None:
                 return self._take_loss(step, loss, metrics)
-            except _OF_ONE_RANK as error:
-                self._pending = error
-        else:
             self._capturer.end_loader_step(step)
+        except _OF_ONE_RANK as error:
+            self._pending = self._pending or error
         return Loss.read(None)
 
     def _refuse_debt(self) -> None:
@@ -325,22 +340,22 @@ class Steps:
 
         The first agreement after a start or a restore is waited for: it says how often there are others.
         """
+        run = self._run
         before = self._read_agreement()
-        is_first = self._next_step == 0
-        waits = is_first or (before is not None and before.waits)
         last_step, last_time = self._last_asked
         now = time.monotonic()
-        seconds = None if is_first else (now - last_time) / max(1, step - last_step)
+        seconds = (now - last_time) / max(1, step - last_step) if self._next_step else None
         self._last_asked = step, now
-        run = self._run
+        waits = self._pace.waits
         decide = functools.partial(_agreed, run.membership.ranks.agree_every)
         with run.group.section(f"ending step {step}", _both_due, decide, waits=False) as section:
             self._raise_pending()
             is_saved_now = run.timeline.is_due_by_count(step) or (before is not None and before.saves)
             section.answer = _Due(run.timeline.is_due(step) and not is_saved_now, self._is_asked_to_stop(), seconds)
         self._asked = section
-        self._next_step = step + (1 if before is None else before.steps)
-        return self._read_agreement() if waits else before
+        agreed = self._read_agreement() if waits else before
+        self._next_step = step + self._pace.steps
+        return agreed
 
     def _read_agreement(self) -> _Agreed | None:
         """Return what the ranks have agreed on last, once; what one of them has refused is raised on all."""
@@ -356,6 +371,7 @@ class Steps:
             raise
         agreed: _Agreed = asked.result
         self._agreed_to_stop = agreed.stop_requested
+        self._pace = agreed.pace
         return agreed
 
     def _raise_refusals(self, step: int) -> None:

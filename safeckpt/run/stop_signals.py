@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
+from safeckpt.system.libc import set_default_action
 from safeckpt.system.stop_requests import ignore_stop_requests, listen_to_stop_requests
 
 __all__ = ["StopSignals"]
@@ -47,6 +48,16 @@ class StopSignals:
         except BaseException:
             self.restore()
             raise
+
+    def give_up(self) -> None:
+        """Let a signal end this process again where it would without us: no checkpoint can be written any more.
+
+        In any thread, when a process of the group is lost: the main thread may wait for it in a collective, where no
+        handler in Python runs, and who restarts the group would wait half a minute for this process.
+        """
+        for number, before in self._before.items():
+            if self._listening and before is signal.SIG_DFL and signal.getsignal(number) == self._note:
+                set_default_action(number)
 
     def restore(self) -> None:
         """Put back the handlers that were there before, unless somebody has put another one on top of ours.

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["linux_call"]
+__all__ = ["linux_call", "set_default_action"]
 
 
 def linux_call(name: str, *argument_types: Any) -> Callable[..., int] | None:
@@ -24,3 +24,10 @@ def linux_call(name: str, *argument_types: Any) -> Callable[..., int] | None:
     function.argtypes = argument_types
     function.restype = ctypes.c_int
     return function  # type: ignore[no-any-return]
+
+
+def set_default_action(number: int) -> None:
+    """Give a signal its default action. Python lets only the main thread do so."""
+    call = linux_call("signal", ctypes.c_int, ctypes.c_void_p)
+    if call is not None:
+        call(number, None)  # SIG_DFL
