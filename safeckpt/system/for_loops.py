@@ -16,7 +16,10 @@ from safeckpt.system.warn import is_library
 
 __all__ = ["RangeLoop", "enclosing_range_loop", "is_asked_by_for_loop"]
 
-_INSTALLED: Final = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+_INSTALLED: Final = (
+    *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")},
+    "<frozen ",  # the standard library's too: what `python -m` runs a module from
+)
 
 _FOR = opcode.opmap["FOR_ITER"]
 _YIELD_FROM = opcode.opmap["SEND"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import runpy
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -67,6 +69,14 @@ def test_range_that_begins_anew_is_named_once(loop: Loop, head: str, place: tupl
     assert head in text
     assert f"restored to epoch {place[0]}" in text
     assert "for epoch in loader.epochs(n)" in text
+
+
+def test_loop_of_a_module_that_is_run_by_name_is_named(tmp_path: Path) -> None:
+    """`python -m` puts frames of the interpreter's own around the loop, which have no source and hold no epochs."""
+    path = tmp_path / "train.py"
+    path.write_text("for epoch in range(4):\n    for _ in loader:\n        pass\n")
+    (text,) = said(lambda loader: runpy.run_path(str(path), {"loader": loader}), restored(1))
+    assert "for epoch in range(4):" in text
 
 
 def by_epochs(loader: safeckpt.ResumableLoader) -> None:
