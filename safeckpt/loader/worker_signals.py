@@ -6,10 +6,10 @@ any moment, in the middle of the save as well. So workers leave these signals to
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import functools
 import multiprocessing.sharedctypes
+import multiprocessing.util
 import os
 import signal
 from collections.abc import Iterator
@@ -22,16 +22,11 @@ __all__ = ["WorkerSignals", "worker_signals", "workers_start"]
 
 
 @functools.cache
-def _ending() -> Any:
-    """Return a flag in shared memory that is set when this process exits and ends its workers by a signal itself."""
+def _ending(pid: int) -> Any:
+    """Return a flag in shared memory that is set when this process, `pid`, exits and ends its workers by a signal."""
     flag = multiprocessing.sharedctypes.RawValue(ctypes.c_bool, False)
-    pid = os.getpid()
-
-    def set_flag() -> None:
-        if os.getpid() == pid:
-            flag.value = True
-
-    atexit.register(set_flag)
+    # Not `atexit`, which a process that multiprocessing has started passes over, as each rank of a spawned group does.
+    multiprocessing.util.Finalize(None, setattr, (flag, "value", True), exitpriority=0)
     return flag
 
 
@@ -64,7 +59,7 @@ class WorkerSignals(NamedTuple):
 def worker_signals() -> WorkerSignals | None:
     """Return what the workers that start now are given, None when no signal asks this process to stop."""
     numbers = stop_requests()
-    return WorkerSignals(numbers, _ending()) if numbers else None
+    return WorkerSignals(numbers, _ending(os.getpid())) if numbers else None
 
 
 @contextmanager

@@ -6,89 +6,116 @@ import os
 import signal
 import subprocess
 import sys
+import time
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, Dataset
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = """
-import signal, sys, time, warnings
-import torch
-from torch.utils.data import DataLoader
 import safeckpt
+from tests.children import Child
 
-warnings.simplefilter("ignore")
 
-class Data(torch.utils.data.Dataset):
-    def __len__(self):
+class Numbers(Dataset):
+    """64 numbers, of which those from `hangs_at` on never come."""
+
+    def __init__(self, hangs_at: int) -> None:
+        self.hangs_at = hangs_at
+
+    def __len__(self) -> int:
         return 64
-    def __getitem__(self, index):
+
+    def __getitem__(self, index: int) -> int:
+        if index >= self.hangs_at:
+            time.sleep(3600)
         return index
 
-def main():
-    folder, context, hangs = sys.argv[1], sys.argv[2], sys.argv[3]
-    loader = safeckpt.ResumableLoader(
-        DataLoader(Data(), batch_size=1, num_workers=2, multiprocessing_context=context), seed=0
-    )
+
+def train_until_told(
+    connection: Any, folder: Path, context: str, *, end: int = 40, hangs_at: int = 64, again: bool = False
+) -> tuple[int, int]:
+    """In a process group of its own, be told to stop in a step that ends with batch `end`; then save.
+
+    Returns:
+        The saved position, and the number of batches of another epoch if there is to be one.
+    """
+    os.setsid()
+    warnings.simplefilter("ignore")
+    dataloader = DataLoader(Numbers(hangs_at), batch_size=1, num_workers=2, multiprocessing_context=context)
+    loader = safeckpt.ResumableLoader(dataloader, seed=0)
     stop = (signal.SIGTERM, signal.SIGUSR1)
     with safeckpt.CheckpointManager(folder, {"loader": loader}, stop_signals=stop) as manager:
-        for number, batch in loader.enumerate():
+        for number, _ in loader.enumerate():
             if number == 1:
-                print("ready", flush=True)
+                connection.send("ready")
                 while not manager.stop_requested:
                     time.sleep(0.01)
-            if number == 40:  # far more than workers have fetched ahead
+            if number == end:
                 manager.end_step(1, loss=1.0)
-                print("saved", loader.state_dict()["batch"], flush=True)
+                position = loader.state_dict()["batch"]
                 break
-    if hangs == "again":
-        print("more", sum(1 for _ in loader), flush=True)
-
-if __name__ == "__main__":
-    main()
-"""
+    return position, sum(1 for _ in loader) if again else 0
 
 
 @pytest.mark.parametrize(
-    ("number", "context"),
+    ("number", "context", "again"),
     [
-        (signal.SIGTERM, "fork"),
-        (signal.SIGUSR1, "fork"),
-        (signal.SIGTERM, "spawn"),
-        pytest.param(signal.SIGUSR1, "spawn", marks=pytest.mark.slow),  # its workers import torch four times
+        (signal.SIGTERM, "fork", True),
+        (signal.SIGUSR1, "fork", True),
+        (signal.SIGTERM, "spawn", False),
+        pytest.param(signal.SIGUSR1, "spawn", True, marks=pytest.mark.slow),  # its workers import torch four times
     ],
 )
-def test_stop_signal_to_the_group_lets_the_step_end(tmp_path, number, context):
+def test_stop_signal_to_the_group_lets_the_step_end(
+    tmp_path: Path, number: signal.Signals, context: str, again: bool
+) -> None:
     """Workers leave the signal to their parent, which trains the step to its end, saves it, and ends with them."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    child = subprocess.Popen(
-        [sys.executable, str(script), str(tmp_path / "run"), context, "again"],
-        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, start_new_session=True, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    assert child.stdout.readline() == "ready\n"
-    os.killpg(child.pid, number)
-    out, err = child.communicate(timeout=120)
-    assert (child.returncode, out) == (0, "saved 41\nmore 64\n"), err
+    # The step ends far behind what workers have fetched ahead.
+    with Child(train_until_told, tmp_path / "run", context, again=again) as child:
+        assert child.receive() == "ready"
+        os.killpg(child.pid, number)
+        ended = child.ended()
+    assert (ended.value, ended.error) == ((41, 64 if again else 0), None)
     saved = torch.load(tmp_path / "run" / "step-00000001.pt", weights_only=True)
     assert saved["loader"]["batch"] == 41
 
 
-def test_worker_that_hangs_ends_with_its_parent(tmp_path):
+def test_worker_that_hangs_ends_with_its_parent(tmp_path: Path) -> None:
     """A worker that outlives the signal does not keep its parent from ending."""
-    script = tmp_path / "script.py"
-    body = SCRIPT.replace("return index", "return index if index < 60 else time.sleep(3600)")
-    script.write_text(body.replace("if number == 40:", "if number == 59:"))
-    child = subprocess.Popen(
-        [sys.executable, str(script), str(tmp_path / "run"), "fork", "no"],
-        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, start_new_session=True, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    assert child.stdout.readline() == "ready\n"
-    os.killpg(child.pid, signal.SIGTERM)
-    out, err = child.communicate(timeout=120)
-    assert (child.returncode, out) == (0, "saved 60\n"), err
+    with Child(train_until_told, tmp_path / "run", "fork", end=59, hangs_at=60) as child:
+        assert child.receive() == "ready"
+        os.killpg(child.pid, signal.SIGTERM)
+        ended = child.ended()
+        assert (ended.value, ended.error) == ((60, 0), None)
+        with pytest.raises(ProcessLookupError):
+            os.killpg(child.pid, 0)
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from tests.loader.test_worker_signals import train_until_told
+
+if __name__ == "__main__":
+    connection = SimpleNamespace(send=lambda word: print(word, flush=True))
+    train_until_told(connection, Path(sys.argv[1]), "fork", end=59, hangs_at=60)
+"""
+
+
+@pytest.mark.slow
+def test_worker_that_hangs_ends_with_a_script(tmp_path: Path) -> None:
+    """The same where the parent is no child of multiprocessing."""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "run")]
+    with subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        os.killpg(child.pid, signal.SIGTERM)
+        _, err = child.communicate(timeout=120)
+    assert child.returncode == 0, err
     with pytest.raises(ProcessLookupError):
         os.killpg(child.pid, 0)

@@ -434,6 +434,8 @@ def go_on(connection: Any, path: Path, data: Path, flip: bool) -> None:
             connection.recv()
             (loss,) = run.train(manager, manager.step + 1)
             connection.send((manager.step, loss, manager.replay))
+            if flip:
+                return
 
 
 def leaves_a_loss(path: Path, step: int) -> bool:
