@@ -218,13 +218,13 @@ class CheckpointManager:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            self._close()
+            self._close(failed=True)
             return
         try:
             if (self._save_on_exit or self._steps.is_owed) and not self._run.timeline.is_closed:
                 self._steps.finish()
         except BaseException:
-            self._close()
+            self._close(failed=True)
             raise
         self.close()
 
@@ -240,11 +240,11 @@ class CheckpointManager:
         if pending is not None:
             raise pending
 
-    def _close(self) -> None:
+    def _close(self, *, failed: bool = False) -> None:
         with contextlib.ExitStack() as closing:  # each of them, whatever another one raises
             closing.callback(self._run.close)
             if self.mirror is not None:
-                closing.callback(self.mirror.close, stopped=self._signals.requested)
+                closing.callback(self.mirror.close, hurried=failed or self._signals.requested)
             if self._hook is not None:
                 closing.callback(self._hook.close)
             closing.callback(self._steps.close)

@@ -98,7 +98,7 @@ class Mirror:
         max_lag_steps: How far the store may be behind the last save; then the next save is a `MirrorBehindError`. None:
             as far as it gets.
         timeout_seconds: The longest wait of `close`, and with `wait="save"` of a save.
-        stop_seconds: The longest wait of `close` after a stop signal.
+        stop_seconds: The longest wait of `close` after a stop signal or an error.
         options: Settings of the store by obstore's names, such as `{"endpoint": "https://...", "region": "auto"}`.
         client_options: Settings of its HTTP client, such as `{"proxy_url": "http://...", "timeout": "60s"}`.
 

@@ -100,8 +100,10 @@ class Worker:
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
         self._saved_step: int | None = None
+        self._first_step: int | None = None  # from which on the lag is counted where nothing is durable
         self._is_asked = False
         self._is_busy = False
+        self._is_swept = False
         self._is_closing = False
         self._is_abandoned = False
         self._back_to: int | None = None  # a step to which the run has gone back, until an epoch says so
@@ -122,6 +124,7 @@ class Worker:
         """Have a checkpoint copied that is in the directory."""
         with self._changed:
             self._place = _Place(rank, size)
+            self._first_step = step if self._first_step is None else self._first_step
             self._saved_step = step
             self._ask()
 
@@ -159,7 +162,8 @@ class Worker:
         if self._fatal is not None:
             raise self._fatal
         most, saved = self._mirror.max_lag_steps, self._saved_step
-        if most is not None and saved is not None and saved - (self.durable_step or 0) > most:
+        known = self._first_step if self.durable_step is None else self.durable_step
+        if most is not None and saved is not None and known is not None and saved - known > most:
             raise self._behind(saved, f"max_lag_steps={most}")
 
     def wait(self, seconds: float) -> None:
@@ -319,6 +323,9 @@ class Worker:
             return
         if self._epochs.number is None:
             self._take()
+        if not self._is_swept:  # before anything of ours is under way
+            self._is_swept = True
+            self._client.abort_stale("epoch-")
         view = self._epochs.look()
         if self._back_to is not None:
             view = self._begin_again(view)

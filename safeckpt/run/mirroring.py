@@ -10,7 +10,7 @@ from typing import Any
 from safeckpt.errors import (
     DirectoryInUseError,
     LoadError,
-    MirrorBehindError,
+    MirrorError,
     MirrorUnreachableError,
     SafeckptWarning,
 )
@@ -244,7 +244,6 @@ class RunMirror:
         """Claim the prefix, and say where this run goes on in it."""
         newest = self._epochs.take(self._files.mirror_token(), agree=self._agreed_epoch, own_past=self._own_past)
         self._files.note_mirror(self.url, epoch=self._epochs.number or 0)
-        self._client.abort_stale("epoch-")
         self._worker.durable_step = None if newest == NOTHING else newest
         _log.info("%s is mirrored to %s, epoch %d", self._files.path, self.url, self._epochs.number)
 
@@ -319,23 +318,24 @@ class RunMirror:
         """Have a checkpoint copied again, whose header was changed."""
         self._worker.described(step)
 
-    def close(self, *, stopped: bool) -> None:
+    def close(self, *, hurried: bool) -> None:
         """Finish what the caller wants to wait for, and say what is durable.
 
         Args:
-            stopped: Whether a stop signal has come: then there is little time, and what is missing is a warning.
+            hurried: Whether a stop signal has come, so that there is little time, or an error, which is more important:
+                what is missing is a warning then.
 
         Raises:
             MirrorBehindError: The newest checkpoint did not get there.
             MirrorTakenError: Another writer has the prefix.
         """
         seconds = 0.0 if self._mirror.wait == "never" else self._mirror.timeout_seconds
-        if stopped:
+        if hurried:
             seconds = min(seconds, self._mirror.stop_seconds)
         try:
             self._worker.close(seconds)
-        except MirrorBehindError as error:
-            if not stopped:
+        except MirrorError as error:
+            if not hurried:
                 raise
             warn_caller(str(error), SafeckptWarning)
         if self._is_entered:

@@ -426,17 +426,28 @@ def test_run_that_is_too_far_ahead_of_the_store_is_stopped(tmp_path: Path, store
     run = Marked()
     store.gate.clear()
     with open_run(tmp_path / "a", run, mirror=Mirror(URL, max_lag_steps=2), save_on_exit=False) as manager:
-        for step in (1, 2, 3):
+        for step in (1, 2, 3, 4):
             run.step = step
             manager.save(step)
-        run.step = 4
+        run.step = 5
         with pytest.raises(safeckpt.MirrorBehindError, match="max_lag_steps=2"):
-            manager.save(4)
-        assert steps_in(tmp_path / "a") == [1, 2, 3]
+            manager.save(5)
+        assert steps_in(tmp_path / "a") == [2, 3, 4]
         store.gate.set()
         assert manager.mirror is not None
         manager.mirror.wait()
-        manager.save(4)
+        manager.save(5)
+
+
+def test_error_of_the_loop_is_not_hidden_by_the_store(tmp_path: Path, store: MemoryStore) -> None:
+    """An exception leaves the block as it is, after a short wait; that the store is behind is a warning."""
+    mirror = Mirror(URL, stop_seconds=0.2)
+    with pytest.warns(safeckpt.SafeckptWarning, match="Step 1 is not in"), pytest.raises(ZeroDivisionError):  # noqa: PT012, PT031
+        with open_run(tmp_path / "a", Marked(), mirror=mirror) as manager:
+            store.gate.clear()
+            manager.save(1)
+            raise ZeroDivisionError
+    assert steps_in(tmp_path / "a") == [1]
 
 
 def test_never_does_not_wait(tmp_path: Path, store: MemoryStore) -> None:

@@ -227,6 +227,44 @@ def test_part_that_is_lost_does_not_become_a_checkpoint(s3: servers.Server, prox
     assert torch.equal(fresh.model.noise, large.model.noise)
 
 
+def test_parts_that_a_kill_left_are_removed_at_the_take_over(s3: servers.Server, tmp_path: Path) -> None:
+    """An unfinished upload of an earlier writer costs money until somebody aborts it; one elsewhere is left alone."""
+    servers.need("boto3")
+    import boto3
+
+    run = new_run()
+    client = boto3.client(
+        "s3", endpoint_url=s3.endpoint, region_name="us-east-1", aws_access_key_id="test",
+        aws_secret_access_key=servers.KEYS["secret_access_key"],
+    )  # fmt: skip
+    for key in (f"{run}/epoch-00000001/step-00000001.pt", "elsewhere/step-00000001.pt"):
+        upload = client.create_multipart_upload(Bucket="bucket", Key=key)["UploadId"]
+        client.upload_part(Bucket="bucket", Key=key, UploadId=upload, PartNumber=1, Body=bytes(5 << 20))
+    with manager_of(tmp_path, Marked(), mirror=s3.mirror(run)) as manager:
+        manager.save(1)
+    left = [one["Key"] for one in client.list_multipart_uploads(Bucket="bucket").get("Uploads", [])]
+    assert left == ["elsewhere/step-00000001.pt"]
+
+
+def test_other_scheme_is_served_by_fsspec_without_a_lock(tmp_path: Path) -> None:
+    """A store that obstore does not know: told that it has no lock, then used."""
+    servers.need("fsspec")
+    url = f"memory://{new_run()}"
+    with pytest.raises(ValueError, match="two writers cannot be kept apart"):
+        manager_of(tmp_path / "a", Marked(), mirror=url)
+    mirror = Mirror(url, lock=False, wait="save")
+    run = Marked()
+    with manager_of(tmp_path / "a", run, mirror=mirror, keep_last=1) as manager:
+        for step in (1, 2):
+            run.step = step
+            manager.save(step)
+    fresh = Marked()
+    with manager_of(tmp_path / "b", fresh, mirror=mirror, save_on_exit=False) as manager:
+        found = manager.restore()
+    assert found is not None
+    assert fresh.step == 2
+
+
 def test_secrets_are_in_no_error_of_a_store_that_refuses(tmp_path: Path) -> None:
     """A place where nobody listens, and one that quotes the request: the text has neither key nor signature."""
     servers.need("obstore")
