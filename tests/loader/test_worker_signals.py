@@ -61,24 +61,23 @@ def train_until_told(
 
 
 @pytest.mark.parametrize(
-    ("number", "context", "again"),
+    ("number", "context"),
     [
-        (signal.SIGTERM, "fork", True),
-        (signal.SIGUSR1, "fork", True),
-        (signal.SIGTERM, "spawn", False),
-        pytest.param(signal.SIGUSR1, "spawn", True, marks=pytest.mark.slow),  # its workers import torch four times
+        (signal.SIGTERM, "fork"),
+        (signal.SIGUSR1, "fork"),
+        # Their workers import torch, four times each.
+        pytest.param(signal.SIGTERM, "spawn", marks=pytest.mark.slow),
+        pytest.param(signal.SIGUSR1, "spawn", marks=pytest.mark.slow),
     ],
 )
-def test_stop_signal_to_the_group_lets_the_step_end(
-    tmp_path: Path, number: signal.Signals, context: str, again: bool
-) -> None:
+def test_stop_signal_to_the_group_lets_the_step_end(tmp_path: Path, number: signal.Signals, context: str) -> None:
     """Workers leave the signal to their parent, which trains the step to its end, saves it, and ends with them."""
     # The step ends far behind what workers have fetched ahead.
-    with Child(train_until_told, tmp_path / "run", context, again=again) as child:
+    with Child(train_until_told, tmp_path / "run", context, again=True) as child:
         assert child.receive() == "ready"
         os.killpg(child.pid, number)
         ended = child.ended()
-    assert (ended.value, ended.error) == ((41, 64 if again else 0), None)
+    assert (ended.value, ended.error) == ((41, 64), None)
     saved = torch.load(tmp_path / "run" / "step-00000001.pt", weights_only=True)
     assert saved["loader"]["batch"] == 41
 
