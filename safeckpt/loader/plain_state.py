@@ -111,7 +111,8 @@ class PlainState:
         """Return the values that differ from the first ones, by path; None in a list of its own for what has gone."""
         now = dict(self._packed())
         changed = {path: [value] for path, value in now.items() if not self._is_first(path, value)}
-        return changed | {path: [] for path in self._first if path not in now}
+        there = {f"{path}.{name}" for path, obj in self._objects() for name, _ in attributes_of(obj)}
+        return changed | {path: [] for path in self._first if path not in there}
 
     def _is_first(self, path: str, value: Any) -> bool:
         return path in self._first and _same(self._first[path], value)

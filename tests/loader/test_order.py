@@ -257,3 +257,41 @@ def test_saving_after_a_break_does_not_move_the_samplers_generator():
     before = loader.sampler.generator.bit_generator.state
     assert loader.state_dict()["epoch"] == 1
     assert loader.sampler.generator.bit_generator.state == before
+
+
+class LazySampler(Sampler):
+    """Makes its generator at the first iteration, and seeds it for each epoch."""
+
+    def __init__(self):
+        self.generator = None
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 6
+
+    def __iter__(self):
+        if self.generator is None:
+            self.generator = torch.Generator()
+        self.generator.manual_seed(self.epoch)
+        return iter(torch.randperm(6, generator=self.generator).tolist())
+
+
+def test_generator_that_a_sampler_makes_later_is_not_taken_away():
+    """An attribute that was None and is an object now has not gone."""
+
+    def loader():
+        return ResumableLoader(DataLoader(range(6), 2, sampler=LazySampler()), seed=1)
+
+    straight = loader()
+    batches = [batch.tolist() for _ in range(3) for batch in straight]
+    stopped = loader()
+    for _ in stopped:
+        pass
+    iterator = iter(stopped)
+    next(iterator)
+    state = stopped.state_dict()
+    resumed = loader()
+    resumed.load_state_dict(state)
+    assert [batch.tolist() for _ in range(2) for batch in resumed] == batches[4:]
