@@ -138,6 +138,12 @@ def _component(name: str, obj: Any) -> Component:
             f"{name!r} is a {class_name(obj)}, which is a component only inside a dict, where it is restored in place: "
             f"{{{name!r}: {{'items': {name}}}}}"
         )
+    if hasattr(obj, "base_dataloader"):
+        raise TypeError(
+            f"{name!r} is a loader that Accelerate has prepared, a {class_name(obj)}: it fetches a batch ahead and "
+            "moves the process's random streams, so its position cannot be kept. Write manager, loader = "
+            "safe(accelerator, directory, loader), with safe from safeckpt.integrations.accelerate"
+        )
     stateful = callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None))
     if stateful:
         return LoaderComponent(name, obj) if _is_loader(obj) else StatefulComponent(name, obj)
