@@ -30,7 +30,7 @@ HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 
 # Pages whose blocks need a package that the tests do without.
-NEEDS = {".readme/accelerate.md": "accelerate"}
+NEEDS = {".readme/accelerate.md": "accelerate", ".readme/lightning.md": "lightning"}
 
 
 def name_of(page: Path) -> str:
@@ -55,6 +55,8 @@ def test_every_python_block_prints_what_the_page_says(page, tmp_path, monkeypatc
             continue
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed), warnings.catch_warnings():
+            if name_of(page) in NEEDS:
+                warnings.simplefilter("ignore")  # of trainers there are many
             exec(compile(text, f"{name_of(page)} block {index}", "exec"), namespace)
         following = blocks[index + 1] if index + 1 < len(blocks) else ("", "")
         expected = following[1] if following[0] == "text" else ""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import types
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import CombinedLoader
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanSquaredError
 
@@ -105,17 +108,17 @@ class Carrying(Model):
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
-        self.seen = 0
+        self.seen = types.SimpleNamespace(batches=0)
 
     def training_step(self, batch, batch_idx):
-        self.seen += 1
-        return super().training_step(batch, batch_idx) * (1 + self.seen / 100)
+        self.seen.batches += 1
+        return super().training_step(batch, batch_idx) * (1 + self.seen.batches / 100)
 
     def on_save_checkpoint(self, checkpoint):
-        checkpoint["seen"] = self.seen
+        checkpoint["seen"] = self.seen.batches
 
     def on_load_checkpoint(self, checkpoint):
-        self.seen = checkpoint["seen"]
+        self.seen.batches = checkpoint["seen"]
 
 
 class Several(Model):
@@ -124,6 +127,16 @@ class Several(Model):
     def training_step(self, batch, batch_idx):
         (x, y, one), (x2, y2, other) = batch["a"], batch["b"]
         return self.loss((torch.cat([x, x2]), torch.cat([y, y2]), torch.cat([one, other])), batch_idx)
+
+
+class Sharded(Model):
+    """Shards its layers (FSDP2), as `ModelParallelStrategy` has it."""
+
+    def configure_model(self):
+        for layer in self.net:
+            if list(layer.parameters()):
+                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
 
 class Stream(IterableDataset):
@@ -213,13 +226,15 @@ def train(path, record, *, kind=Model, model=None, data="plain", callbacks=(), s
     steps = EPOCHS * -(-LENGTH // options.get("accumulate_grad_batches", 1))
     module = kind(record, steps, **(model or {}))
     options.setdefault("enable_checkpointing", "model" in callbacks)
+    if kind is Sharded:
+        options["strategy"] = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
     trainer = quiet([safe, *(CALLBACKS[name](path) for name in callbacks), Spy(record)], **options)
     if data == "module":
         trainer.fit(module, datamodule=Data())
     else:
         trainer.fit(module, DATA[data](), loader(shuffle=False))
-    weights = torch.cat([one.flatten() for one in module.parameters()])
-    record("end", weights=[float(one).hex() for one in weights])
+    local = [one.to_local() if hasattr(one, "to_local") else one for one in module.parameters()]
+    record("end", weights=[float(value).hex() for one in local for value in one.flatten()])
 
 
 def train_stock(path, record):

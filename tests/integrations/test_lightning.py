@@ -25,7 +25,7 @@ MODES = {
     "plateau by step": {"model": {"plateau": "step"}, "val_check_interval": 3, "save_every": 1},
     "by hand": {"kind": Manual},
     "max_steps": {"max_epochs": -1, "max_steps": 16},
-    "limited": {"limit_train_batches": 4, "save_every": 1},
+    "limited": {"limit_train_batches": 5, "save_every": 1},
     "workers": {"data": "workers"},
     "stream": {"data": "stream", "save_every": 1},
     "two loaders": {"kind": Several, "data": "cycle"},
@@ -39,7 +39,7 @@ SOME = {
     "first steps": Place("step", 3),
     "middle of an epoch": Place("on_train_batch_end", 9),
     "last batch": Place("step", 12),
-    "validation": Place("validation", 5),
+    "validation": Place("validation", 2),
     "end of an epoch": Place("on_train_epoch_end", 2),
     "first batch of the next epoch": Place("step", 13),
 }
@@ -52,6 +52,7 @@ def test_killed_run_is_the_same_run(tmp_path, place):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # thirteen processes
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 def test_killed_run_in_every_mode_is_the_same_run(tmp_path, mode):
     """In every mode of a trainer, killed at six places."""

@@ -217,7 +217,8 @@ class SafeCheckpoint(Callback):
         checkpoint = fit.manager.rollback(
             skip_batches=len(fit.losses) or fit.batches_of_step, max_rollbacks=self._max_rollbacks
         )
-        _log.warning("%s Back at step %d, without the batches of that step.", error, checkpoint.step)
+        what = "state" if error.tensors else "loss"
+        _log.warning("the %s of step %d is not finite: back at step %d", what, error.step, checkpoint.step)
         fit.on_rolled_back()
         raise RolledBack from error
 
@@ -274,10 +275,11 @@ class _Fit:
         self.has_ended_step = True
 
     def listen(self) -> None:
-        """Put the manager's signal handlers on top."""
+        """Put the manager's signal handlers on top; it takes them away as well."""
         if threading.current_thread() is threading.main_thread():
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
+                self._trainer._signal_connector._original_handlers.pop(number, None)
 
     def keep_gradients(self) -> None:
         """Keep the gradients that were restored over the `zero_grad` with which Lightning begins."""

@@ -39,6 +39,7 @@ _HOOKS = {
     "fit_loop.epoch_loop.val_loop.restarting": "no sanity check behind a restore",
     "strategy.process_dataloader": "the loaders, behind the samplers that Lightning puts in",
     "strategy.reduce": "values that are logged for a whole epoch",
+    "_signal_connector._original_handlers": "stop signals, which Lightning would end the run by",
     "_logger_connector._first_loop_iter": "values that are logged for a whole epoch",
     "_logger_connector._current_fx": "values that are logged for a whole epoch",
     "_logger_connector._callback_metrics": "the metrics of callbacks and schedules",
@@ -66,10 +67,6 @@ def refuse_unsupported(trainer: Any) -> None:
             f"SafeCheckpoint is for lightning.pytorch.Trainer; this one is of {type(trainer).__module__}. Next: import "
             "lightning.pytorch in place of pytorch_lightning"
         )
-    check_hooks(trainer, _HOOKS)
-    check_hooks(result, _RESULT_HOOKS)
-    check_hooks(result._ResultMetric(result._Metadata(fx="", name=""), is_tensor=True), _METRIC_HOOKS)
-    check_hooks(trainer.lightning_module, _MODULE_HOOKS)
     kinds = [kind.__name__ for kind in type(trainer.strategy).__mro__]
     foreign = next((kind for kind in kinds for name in _FOREIGN if name in kind), None)
     supported = isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy | ModelParallelStrategy)
@@ -79,6 +76,10 @@ def refuse_unsupported(trainer: Any) -> None:
             f"SafeCheckpoint does not support {kinds[0]}: it keeps model and moments in pieces of its own, which no "
             f"name tells apart. Supported are one device, DDPStrategy and ModelParallelStrategy. Next: use {cure}"
         )
+    check_hooks(trainer, _HOOKS)
+    check_hooks(result, _RESULT_HOOKS)
+    check_hooks(result._ResultMetric(result._Metadata(fx="", name=""), is_tensor=True), _METRIC_HOOKS)
+    check_hooks(trainer.lightning_module, _MODULE_HOOKS)
     if trainer.reload_dataloaders_every_n_epochs:
         raise ValueError(
             "SafeCheckpoint does not support reload_dataloaders_every_n_epochs: a loader that is made anew has no "
@@ -115,6 +116,7 @@ def refuse_loaders(trainer: Any, loaders: list[Any], *, rolls_back: bool) -> Non
         ValueError: Naming what is not supported.
     """
     fetcher = trainer.fit_loop._data_fetcher
+    check_hooks(fetcher, dict.fromkeys(("length", "fetched", "done"), "counting a batch that is left out"))
     if type(fetcher).__name__ != "_PrefetchDataFetcher":
         raise ValueError(
             "SafeCheckpoint does not support training_step(dataloader_iter): which batches belong to a step is not "
@@ -123,9 +125,10 @@ def refuse_loaders(trainer: Any, loaders: list[Any], *, rolls_back: bool) -> Non
     if len(loaders) < 2:
         return
     combined = trainer.fit_loop._combined_loader
-    if combined.mode not in {"max_size_cycle", "min_size"}:
+    check_hooks(combined, {"_mode": "how several loaders are read together"})
+    if combined._mode not in {"max_size_cycle", "min_size"}:
         raise ValueError(
-            f'SafeCheckpoint does not support CombinedLoader(mode="{combined.mode}") for training: which loader is at '
+            f'SafeCheckpoint does not support CombinedLoader(mode="{combined._mode}") for training: which loader is at '
             'its end is not restored. Next: use "max_size_cycle" or "min_size"'
         )
     if fetcher.length is None:
