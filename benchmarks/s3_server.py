@@ -18,6 +18,8 @@ from xml.sax.saxutils import escape, unescape
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else each answer waits 40 ms for an acknowledgement
+    wbufsize = 1 << 20
     objects: dict[str, bytes | list[bytes]] = {}  # noqa: RUF012 - one store for all connections
     uploads: dict[str, dict[int, bytes]] = {}  # noqa: RUF012
     numbers = itertools.count()

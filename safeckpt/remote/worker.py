@@ -370,7 +370,7 @@ class Worker:
         missing = [step for step in local if step not in there or step in again]
         if not missing:
             return None
-        if missing[-1] == local[-1]:
+        if missing[-1] in again or missing[-1] > max(there, default=NOTHING):
             return missing[-1]
         both = sorted({*local, *view.checkpoints})
         doomed = set(to_prune(both, self._policies(lambda step: self._header(step, view)), is_good=lambda _: True))

@@ -378,6 +378,23 @@ def test_training_does_not_wait_and_overtaken_checkpoints_are_skipped(tmp_path: 
     assert sent[-1].endswith("step-00000010.pt")
 
 
+def test_store_that_is_ahead_of_the_directory_is_left_as_it_is(tmp_path: Path, store: MemoryStore) -> None:
+    """Somebody deletes the newest file here: an older one that no rule keeps there is not sent to and fro."""
+    run = Marked()
+    with open_run(tmp_path / "a", run, keep_last=2, save_on_exit=False) as manager:
+        assert manager.mirror is not None
+        for step in (1, 2, 3):
+            run.step = step
+            manager.save(step)
+            manager.mirror.wait()
+        (tmp_path / "a" / "step-00000003.pt").unlink()
+        store.log.clear()
+        store.objects = {key: data for key, data in store.objects.items() if "step-00000002" not in key}
+        store.objects["epoch-00000001/step-00000004.pt"] = store.objects["epoch-00000001/step-00000003.pt"]
+        manager.mirror._worker.ask()
+    assert [key for kind, key in store.log if kind == "put" and "/step-" in key] == []
+
+
 def test_first_one_is_sent_whole_though_it_is_pruned_meanwhile(tmp_path: Path, store: MemoryStore) -> None:
     """A file that is being sent is held open: what arrives is a whole checkpoint."""
     run = Marked()
