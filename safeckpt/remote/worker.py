@@ -75,6 +75,7 @@ class Worker:
 
     Attributes:
         durable_step: The newest step that is in the store, checked, and counts; None where there is none.
+        is_taken: Whether the prefix is claimed, and the store knows where this run goes on: only then is anything sent.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Worker:
         event: Callable[..., object],
     ) -> None:
         self.durable_step: int | None = None
+        self.is_taken = False
         self._epochs = epochs
         self._client: Client = epochs.client
         self._directory = directory
@@ -288,7 +290,7 @@ class Worker:
                     self._changed.wait(due)
                     continue
             with contextlib.suppress(OSError, LoadError):  # MirrorUnreachableError is one: the next upload tells
-                if self._epochs.number is not None and self._place.rank == 0:
+                if self.is_taken and self._place.rank == 0:
                     self._send_histories()
             if is_last:
                 return False
@@ -321,7 +323,7 @@ class Worker:
         if self._place.rank:
             self._send_shards()
             return
-        if self._epochs.number is None:
+        if not self.is_taken:
             self._take()
         if not self._is_swept:  # before anything of ours is under way
             self._is_swept = True

@@ -245,6 +245,7 @@ class RunMirror:
         newest = self._epochs.take(self._files.mirror_token(), agree=self._agreed_epoch, own_past=self._own_past)
         self._files.note_mirror(self.url, epoch=self._epochs.number or 0)
         self._worker.durable_step = None if newest == NOTHING else newest
+        self._worker.is_taken = True
         _log.info("%s is mirrored to %s, epoch %d", self._files.path, self.url, self._epochs.number)
 
     def _refuse_unseen(self, view: View, base: int) -> None:

@@ -11,6 +11,8 @@ import pytest
 
 import safeckpt
 from safeckpt import CheckpointManager, Mirror
+from safeckpt.remote import Epochs, worker
+from safeckpt.run import mirroring
 from safeckpt.store import names
 from tests.manager.helpers import asides_in, events_in, flip, manager_of, skipping, step_path, steps_in
 from tests.remote.conftest import URL
@@ -167,8 +169,7 @@ def test_damaged_file_is_replaced_from_the_store(tmp_path: Path, store: MemorySt
 def test_damaged_file_is_not_sent(tmp_path: Path, store: MemoryStore) -> None:
     """What the disk has damaged before it was sent does not become an object, and `close` says so."""
     manager = open_run(tmp_path / "a", Marked(), mirror=Mirror(URL, timeout_seconds=0.5), lock_timeout_seconds=1)
-    worker = manager.mirror._worker  # type: ignore[union-attr]
-    with worker._changed, warnings.catch_warnings():
+    with manager.mirror._worker._changed, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         manager.save(1)
         flip(step_path(tmp_path / "a", 1))
@@ -217,6 +218,74 @@ def test_training_goes_on_without_the_store_and_catches_up(tmp_path: Path, store
         assert manager.mirror.durable_step == 3
         manager._run.directory.mirror._worker._refused = None  # type: ignore[union-attr]  # that warning, as an error
     assert restored(tmp_path / "b") == 3
+
+
+class FailsOnce:
+    """A client whose n-th request fails, before it is done or after it was done and its answer lost."""
+
+    def __init__(self, client: Any, number: int, when: str) -> None:
+        self._client = client
+        self._left = number
+        self._when = when
+        self.url = client.url
+        self.is_conditional = client.is_conditional
+
+    @property
+    def has_failed(self) -> bool:
+        return self._left <= 0
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._client, name)
+
+        def request(*arguments: Any) -> Any:
+            self._left -= 1
+            failure = safeckpt.MirrorUnreachableError(url=self.url, what=name, reason="no answer")
+            if self._left == 0 and self._when == "before":
+                raise failure
+            result = method(*arguments)
+            if self._left == 0:
+                raise failure
+            return result
+
+        return request
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_any_request_may_fail_once(
+    tmp_path: Path, store: MemoryStore, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Wherever a take-over, a rewind, an upload or a prune is interrupted, it is done in the end; the past counts."""
+    monkeypatch.setattr(worker, "_FIRST_WAIT_SECONDS", 0.01)
+    for number in range(1, 100):
+        store.objects.clear()
+        save_all(tmp_path / f"{number} a", 1, 2, 3)
+        failing = FailsOnce(store.client(store.hook, URL), number, when)
+        with monkeypatch.context() as patched, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            patched.setattr(mirroring, "open_client", lambda _, failing=failing: failing)
+            run = Marked()
+            with open_run(tmp_path / f"{number} b", run, keep_last=4) as manager:
+                try:
+                    manager.restore()
+                except safeckpt.MirrorUnreachableError:  # on an empty disk
+                    manager.restore()
+                assert run.step == 3, number
+                for step in (4, 5):
+                    run.step = step
+                    manager.save(step)
+                manager.restore(4)
+                run.step = 5
+                manager.save(5)
+            assert manager.mirror is not None
+            assert manager.mirror.durable_step == 5, number
+        view = Epochs(store.client()).look()
+        # Only the store had step 2. Step 1 stays where the last prune was cut off: the next save tries it again.
+        assert [step for step in view.checkpoints if step > 1] == [2, 3, 4, 5], number
+        assert not view.lost, number
+        if not failing.has_failed:
+            break
+    else:
+        raise AssertionError("there were more requests")
 
 
 # -- who may write ---------------------------------------------------------------------------------------------------
