@@ -8,13 +8,17 @@ below it have not begun their part: so it is known who is missing, and who only 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
+import os
 import pickle
 import queue
 import socket
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
@@ -100,6 +104,7 @@ class Part:
         is_waited_for: Whether the caller waits for the reply, or asks for it later.
         combined: What this rank says; None as long as it is busy.
         replies: Where the reply comes; on rank 0, where the caller decides, what all ranks say.
+        ended: Set when the reply is there, and was passed on.
     """
 
     def __init__(
@@ -113,6 +118,12 @@ class Part:
         self.is_waited_for = is_waited_for
         self.combined: Combined | None = None
         self.replies: queue.SimpleQueue[Combined | Reply | Lost] = queue.SimpleQueue()
+        self.ended = threading.Event()
+
+    def end(self, news: Reply | Lost) -> None:
+        """Take the reply."""
+        self.replies.put(news)
+        self.ended.set()
 
 
 def said(rank: int, what: str, same: Mapping[str, Any], answer: Any, failure: Failure | None) -> Combined:
@@ -220,7 +231,7 @@ class Agreements:
         self._next_beat = 0.0
         self._is_closed = False
         self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._begun: dict[int, int] = {}  # the last number of each channel, in the threads that have something to say
+        self._begun: dict[int, Part] = {}  # the last one of each channel, in the threads that have something to say
         self._finished: dict[int, int] = {}  # the same, in the thread of the agreements
         self._wake_out, self._wake_in = socket.socketpair()
         self._wake_out.setblocking(False)
@@ -228,13 +239,17 @@ class Agreements:
         self._thread = threading.Thread(target=self._run, name="safeckpt-agreements", daemon=True)
         if not start(self._thread):
             raise RuntimeError("no thread could be started for the agreements with the other ranks")
+        _of_this_process.add(self)
 
     # -- in the threads that have something to say -------------------------------------------------------------------
 
     def begin(self, channel: int, what: str, combine: Combine, decide: Decide, *, is_waited_for: bool) -> Part:
         """Return this rank's part in the next agreement of a channel; the others will know that it is at it."""
-        number = self._begun[channel] = self._begun.get(channel, 0) + 1
-        part = Part(channel, number, what, combine, decide, is_waited_for=is_waited_for)
+        before = self._begun.get(channel)
+        if before is not None and before.combined is None:  # the others would wait for the rest of it for ever
+            self.give_up(f"it was interrupted while {before.what}")
+        number = 1 if before is None else before.number + 1
+        part = self._begun[channel] = Part(channel, number, what, combine, decide, is_waited_for=is_waited_for)
         self._inbox.put(lambda: self._note(part))
         return part
 
@@ -242,7 +257,7 @@ class Agreements:
         """Say what this rank has to say; the reply comes into `part.replies`."""
         self._call(lambda: self._advance((part.channel, part.number)))
         if self.lost is not None:  # the thread may have ended before it could take this
-            part.replies.put(self.lost)
+            part.end(self.lost)
 
     def reply(self, part: Part, reply: Reply) -> Reply | Lost:
         """Say what was decided, on rank 0, and return when that was sent: this process may end at once."""
@@ -257,17 +272,37 @@ class Agreements:
         """Let the others know that this rank can agree no more."""
         self._call(lambda: self._lose(Lost([self._rank], reason, late=False)))
 
-    def close(self) -> None:
-        """Take leave of the others, and return when that was said; what is on its way is passed on still."""
-        said_so: queue.SimpleQueue[None] = queue.SimpleQueue()
+    def close(self, *, is_failing: bool = False) -> None:
+        """Take leave of the others, and return when that was said: this process may end at once.
+
+        What this rank has said is replied to before, since the replies to others go over it.
+
+        Args:
+            is_failing: Whether that is not waited for, since this rank ends with an error, and the others may wait for
+                it elsewhere.
+        """
+        if self.lost is not None:
+            return
+        for part in [] if is_failing else list(self._begun.values()):
+            if part.combined is not None:
+                part.ended.wait()
+        said_so = threading.Event()
 
         def say() -> None:
             self._say_goodbye()
-            said_so.put(None)
+            said_so.set()
 
         self._call(say)
-        with contextlib.suppress(queue.Empty):
-            said_so.get(timeout=0 if self.lost is not None else _GOODBYE_SECONDS)
+        if self.lost is None:
+            said_so.wait(_GOODBYE_SECONDS)
+
+    def abandon(self) -> None:
+        """Leave the group to the process that this one was forked from."""
+        self.lost = Lost([], "this process was forked from one that is in the group, and is not in it", late=False)
+        for link in self._links.values():
+            link.close()
+        self._wake_in.close()
+        self._wake_out.close()
 
     def _call(self, job: Callable[[], object]) -> None:
         self._inbox.put(job)
@@ -300,7 +335,7 @@ class Agreements:
             self._take_calls()
             for one in self._open.values():
                 if one.part is not None:
-                    one.part.replies.put(self.lost)
+                    one.part.end(self.lost)
             for link in self._links.values():
                 link.close()
             self._wake_out.close()
@@ -368,7 +403,7 @@ class Agreements:
         self._finished[key[0]] = key[1]
         one = self._open.pop(key, None)
         if one is not None and one.part is not None:
-            one.part.replies.put(reply)
+            one.part.end(reply)
 
     def _send(self, rank: int, kind: str, key: _Key | None, message: Any) -> None:
         link = self._links.get(rank)
@@ -376,9 +411,10 @@ class Agreements:
             return
         try:
             link.send_bytes(pickle.dumps((kind, key, message)))
-        except OSError as error:
-            if rank not in self._left:
-                self._lose(Lost([rank], str(error), late=isinstance(error, BlockingIOError)))
+        except BlockingIOError as error:  # of a message that has begun
+            self._lose(Lost([rank], str(error), late=True))
+        except OSError:
+            pass  # it is gone; what it has said before, such as a reply or that it leaves, is still to be read
 
     def _lose(self, lost: Lost) -> None:
         """End all agreements, once, and let the others know why."""
@@ -471,3 +507,24 @@ class Agreements:
                 )  # fmt: skip
             else:
                 _log.info("%s takes %.0f seconds; every rank is at work", what, seconds)
+
+
+_of_this_process: weakref.WeakSet[Agreements] = weakref.WeakSet()
+
+
+def _close_at_exit() -> None:
+    """Take leave for scripts that end without closing their managers, with an error or without."""
+    for one in list(_of_this_process):
+        one.close(is_failing=hasattr(sys, "last_value"))
+
+
+def _abandon_in_child() -> None:
+    """Close what a forked child has inherited, such as a loader's worker: it would outlive the rank for the others."""
+    for one in list(_of_this_process):
+        one.abandon()
+    _of_this_process.clear()
+
+
+atexit.register(_close_at_exit)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_abandon_in_child)

@@ -14,6 +14,7 @@ import contextlib
 import datetime as dt
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -217,7 +218,7 @@ class RankGroup(Group):
 
     def close(self) -> None:
         """See `Group`: connections, descriptors and threads."""
-        self._agreements.close()
+        self._agreements.close(is_failing=sys.exception() is not None)
         self._forget_engine_group()
 
     def for_background(self) -> Group:
@@ -271,6 +272,8 @@ class RankGroup(Group):
             decision: BaseException | None = None
             if isinstance(news, Combined):
                 reply, decision = reply_to(news, part.decide, self.rank)
+                if isinstance(decision, SafeckptError) and reply.failure is not None and decision.rank is None:
+                    decision.rank = reply.failure.rank
                 news = self._agreements.reply(part, reply)
         except BaseException:
             self._agreements.give_up("it was interrupted while it waited for the others")

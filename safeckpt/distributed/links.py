@@ -10,25 +10,31 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
-import os
+import queue
 import secrets
 import socket
 import struct
+import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
+
 from safeckpt.errors import listed
+from safeckpt.system.threads import start
 
 __all__ = ["NotMetError", "children_of", "meet", "parent_of", "ranks_below"]
 
 _SLICE_SECONDS = 1.0  # for which the store, which other threads need as well, is waited for at a time
 _DIAL_SECONDS = 3.0
 _ANSWER_SECONDS = 10.0
-_MOST_HELLO_BYTES = 1000
+_ACCEPT_SECONDS = 0.05
+_PROOF_BYTES = 32
+_HERE = b"here"
+_FAR_AWAY = ("192.0.2.1", "2001:db8::1")  # kept for documentation: there is nothing
 
 
 class NotMetError(Exception):
@@ -85,18 +91,30 @@ def meet(
             port = 0 if listener is None else listener.getsockname()[1]
             store.set(str(rank), json.dumps({"port": port, "token": token, "hosts": _hosts(store) if port else []}))
             # Children first: who waits for its parent is then answered at once, if that is there at all.
-            for _ in children_of(rank, size):
-                assert listener is not None
-                child, link = meeting.accept(listener, token, links)
-                links[child] = link
+            if listener is not None:
+                links = meeting.accept(listener, token)
         if rank:
             links[parent_of(rank)] = meeting.dial(parent_of(rank))
     except BaseException:
         for link in links.values():
             link.close()
         raise
-    _of_this_process.update(links.values())
     return links
+
+
+def _proof(token: str, part: str, child: int) -> bytes:
+    """Return what one end of a connection says to the other, which knows the token as well, and nobody else."""
+    return hmac.digest(token.encode(), f"{part} {child}".encode(), "sha256")
+
+
+def _read(connected: socket.socket, count: int) -> bytes:
+    found = b""
+    while len(found) < count:
+        more = connected.recv(count - len(found))
+        if not more:
+            raise ConnectionResetError("the other end has closed the connection")
+        found += more
+    return found
 
 
 class _Meeting:
@@ -113,23 +131,50 @@ class _Meeting:
         self._next_word = time.monotonic() + _SLICE_SECONDS
         self._still_waiting = still_waiting
 
-    def accept(self, listener: socket.socket, token: str, known: dict[int, Connection]) -> tuple[int, Connection]:
-        """Return the next child that dials, and its connection."""
-        wanted = set(children_of(self._rank, self._size)) - known.keys()
-        while True:
-            self._look_at_the_clock(f"rank(s) {listed(sorted(wanted))} did not connect to rank {self._rank}")
-            listener.settimeout(_SLICE_SECONDS)
-            try:
-                link = self._as_link(listener.accept()[0])
-            except TimeoutError:
-                continue
-            with contextlib.suppress(OSError, EOFError, ValueError, TypeError, KeyError):
-                if link.poll(_ANSWER_SECONDS):
-                    hello = json.loads(link.recv_bytes(_MOST_HELLO_BYTES))
-                    if hello["rank"] in wanted and hmac.compare_digest(hello["token"], token):
-                        link.send_bytes(b"welcome")
-                        return hello["rank"], link
-            link.close()
+    def accept(self, listener: socket.socket, token: str) -> dict[int, Connection]:
+        """Return the connections of all children, when they have dialled.
+
+        Each caller is answered in a thread of its own, so that one that says nothing keeps nobody waiting.
+        """
+        links: dict[int, Connection] = {}
+        wanted = set(children_of(self._rank, self._size))
+        arrived: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
+        listener.settimeout(_ACCEPT_SECONDS)
+        try:
+            while wanted:
+                self._look_at_the_clock(f"rank(s) {listed(sorted(wanted))} did not connect to rank {self._rank}")
+                with contextlib.suppress(TimeoutError, ConnectionError):
+                    caller = listener.accept()[0]
+                    thread = threading.Thread(target=self._answer, args=(caller, token, arrived), daemon=True)
+                    if not start(thread):
+                        caller.close()
+                while not arrived.empty():
+                    child, caller = arrived.get()
+                    if child in wanted:
+                        wanted.remove(child)
+                        links[child] = self._as_link(caller)
+                    else:
+                        caller.close()
+        except BaseException:
+            for link in links.values():
+                link.close()
+            raise
+        return links
+
+    def _answer(self, caller: socket.socket, token: str, arrived: queue.SimpleQueue[tuple[int, socket.socket]]) -> None:
+        """Find out which child calls. Nothing is read of a caller but a proof that it knows the token."""
+        proofs = {_proof(token, "child", child): child for child in children_of(self._rank, self._size)}
+        with contextlib.suppress(OSError):
+            caller.settimeout(_ANSWER_SECONDS)
+            said = _read(caller, _PROOF_BYTES)
+            for proof, child in proofs.items():
+                if hmac.compare_digest(said, proof):
+                    caller.settimeout(self._seconds)
+                    caller.sendall(_proof(token, "parent", child))
+                    if _read(caller, len(_HERE)) == _HERE:  # it may have given up, and call again
+                        arrived.put((child, caller))
+                        return
+        caller.close()
 
     def dial(self, rank: int) -> Connection:
         """Return a connection to another rank. What is written of it may be of an earlier start: it is read again."""
@@ -138,18 +183,29 @@ class _Meeting:
             self._look_at_the_clock(f"rank {rank} could not be reached at {tried}")
             try:
                 self._store.wait([str(rank)], timedelta(seconds=_SLICE_SECONDS))
-            except RuntimeError:  # of the store, for a timeout
+            except torch.distributed.DistStoreError:  # it is not there yet; a store that is gone raises another error
                 continue
             there = json.loads(self._store.get(str(rank)))
-            tried = f"port {there['port']} of {', '.join(there['hosts'])}"
-            for host in there["hosts"]:
-                with contextlib.suppress(OSError, EOFError):
-                    link = self._as_link(socket.create_connection((host, there["port"]), _DIAL_SECONDS))
-                    link.send_bytes(json.dumps({"rank": self._rank, "token": there["token"]}).encode())
-                    if link.poll(_ANSWER_SECONDS) and link.recv_bytes(_MOST_HELLO_BYTES) == b"welcome":
+            hosts = list(dict.fromkeys([*there["hosts"], *_host_of(self._store)]))
+            tried = f"port {there['port']} of {', '.join(hosts)}"
+            for host in hosts:
+                with contextlib.suppress(OSError):
+                    link = self._call(host, there["port"], there["token"])
+                    if link is not None:
                         return link
-                    link.close()
             time.sleep(0.05)
+
+    def _call(self, host: str, port: int, token: str) -> Connection | None:
+        """Return a connection to a parent; None where something else answers."""
+        with contextlib.ExitStack() as closing:
+            called = closing.enter_context(socket.create_connection((host, port), _DIAL_SECONDS))
+            called.settimeout(_ANSWER_SECONDS)
+            called.sendall(_proof(token, "child", self._rank))
+            if not hmac.compare_digest(_read(called, _PROOF_BYTES), _proof(token, "parent", self._rank)):
+                return None
+            called.sendall(_HERE)
+            closing.pop_all()
+            return self._as_link(called)
 
     def _as_link(self, connected: socket.socket) -> Connection:
         connected.settimeout(None)
@@ -180,40 +236,35 @@ def _listening(wanted: bool) -> Iterator[socket.socket | None]:
     if not wanted:
         yield None
         return
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    with socket.create_server(("", 0), family=family, backlog=64, dualstack_ipv6=both) as listener:
+    try:
+        listener = socket.create_server(("", 0), family=socket.AF_INET6, backlog=64, dualstack_ipv6=True)
+    except (OSError, ValueError):  # there is no IPv6 here, or not in the same socket
+        listener = socket.create_server(("", 0), backlog=64)
+    with listener:
         yield listener
+
+
+def _host_of(store: Any) -> list[str]:
+    """Return where the store is, if that is a host: another name of the rank that runs there, usually the first."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    host = getattr(store, "host", None)
+    return [host] if host else []
 
 
 def _hosts(store: Any) -> list[str]:
     """Return the addresses under which the other ranks may reach this one, the likeliest first.
 
-    That is the one from which it reaches the store, which they reach as well.
+    That is the one from which it reaches the store, which they reach as well, and then the one from which it reaches
+    the world; a host may not be able to resolve its own name, or only to an address of its own. All of them are tried.
     """
     found = []
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    host = getattr(store, "host", None)
-    with contextlib.suppress(OSError):
-        ways = socket.getaddrinfo(host, store.port, type=socket.SOCK_DGRAM) if host else []
-        for family, kind, protocol, _, address in ways:
-            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
-                probe.connect(address)  # of a datagram socket: nothing is sent
-                found.append(probe.getsockname()[0])
+    for place in (*_host_of(store), *_FAR_AWAY):
+        with contextlib.suppress(OSError):
+            for family, kind, protocol, _, address in socket.getaddrinfo(place, 9, type=socket.SOCK_DGRAM):
+                with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                    probe.connect(address)  # of a datagram socket: nothing is sent
+                    found.append(probe.getsockname()[0])
     with contextlib.suppress(OSError):
         found += [address[0] for *_, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
-    return list(dict.fromkeys([str(one) for one in found] + ["127.0.0.1"]))
-
-
-_of_this_process: weakref.WeakSet[Connection] = weakref.WeakSet()
-
-
-def _close_in_child() -> None:
-    """Close what a forked child has inherited, such as a loader's worker: it would outlive the rank for the others."""
-    for link in list(_of_this_process):
-        link.close()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_child)
+    return list(dict.fromkeys([str(one) for one in found] + ["127.0.0.1", "::1"]))
