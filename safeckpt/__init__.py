@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from safeckpt.state import Guard, check_gradients, find_nonfinite
     from safeckpt.state.wrappers import register_wrapper
     from safeckpt.store import Best
+    from safeckpt.warm_starting import WarmStartReport, warm_start
 else:
     # Imported when first used: the command line lists and verifies checkpoints without torch, which takes seconds to
     # import, and a training script pays for no part that it does not use.
@@ -42,7 +43,9 @@ else:
         "prove_resume": "safeckpt.proof",
         "register_wrapper": "safeckpt.state.wrappers",
         "save": "safeckpt.functional",
+        "WarmStartReport": "safeckpt.warm_starting",
         "verify": "safeckpt.functional",
+        "warm_start": "safeckpt.warm_starting",
     }
     __getattr__ = module_getattr(__name__, _MODULES)
 
@@ -63,6 +66,7 @@ __all__ = [
     "ReplayReport",
     "ResumableLoader",
     "ResumeReport",
+    "WarmStartReport",
     "check_gradients",
     "export",
     "find_nonfinite",
@@ -72,6 +76,7 @@ __all__ = [
     "register_wrapper",
     "save",
     "verify",
+    "warm_start",
 ]
 __all__ += errors.__all__
 __all__.sort()

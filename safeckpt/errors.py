@@ -503,12 +503,13 @@ class StateMismatchError(RestoreError, ValueError):
         mismatches: Every difference, one sentence each.
     """
 
-    def __init__(self, *, mismatches: Sequence[str], path: object = None) -> None:
+    def __init__(self, *, mismatches: Sequence[str], path: object = None, cure: str = "") -> None:
         super().__init__(
             f"{path or 'The checkpoint'} does not fit the live objects, {len(mismatches)} difference(s):\n  "
             + _lines(mismatches),
             "no object was changed.",
-            "build the objects as in the run that saved, or restore only the components that fit: "
+            cure
+            or "build the objects as in the run that saved, or restore only the components that fit: "
             "restore(only=(...,)).",
             path=path,
         )

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from safeckpt.errors import ComponentMismatchError, UnsavableStateError, listed
-from safeckpt.file import CheckpointFile, Mapped, ShardTensorReader, encode, open_checkpoint, placeholder_of, prepare
+from safeckpt.file import DTYPE_NAMES, TensorSource, encode, load_lazily, open_checkpoint, prepare
 from safeckpt.state import RESERVED_KEY
 from safeckpt.state.tree import ENTER, map_tree
 from safeckpt.store import commit, commit_several, expand_user
@@ -30,52 +30,8 @@ __all__ = ["export"]
 
 _SAFETENSORS = ".safetensors"
 _TORCH = (".pt", ".pth")
-_NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.complex64: "C64",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
-    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-    torch.float8_e5m2: "F8_E5M2", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
-}  # fmt: skip
 _UNITS = {"": 1, **{f"{unit}B": 1000**power for power, unit in enumerate(("", "K", "M", "G", "T"))},
           **{f"{unit}iB": 1024**power for power, unit in enumerate(("K", "M", "G", "T"), start=1)}}  # fmt: skip
-
-
-class _Source(NamedTuple):
-    """What the values of a checkpoint are read from.
-
-    Attributes:
-        mapped: The file.
-        shards: The shards of a directory, in whose index a dict stands for each tensor.
-    """
-
-    mapped: Mapped | None
-    shards: ShardTensorReader | None
-
-    def holder_of(self, value: Any) -> Any:
-        """Return what a value says about a tensor in the shards; None when it is something else."""
-        return None if self.shards is None else placeholder_of(value, self.shards.path)
-
-    def read(self, value: Any) -> torch.Tensor:
-        """Return a tensor, or the one in the shards that a value stands for."""
-        tensor: torch.Tensor = value
-        if self.shards is not None and (holder := self.holder_of(value)) is not None:
-            tensor = self.shards.read(holder)
-        return tensor.detach()
-
-    def check_unchanged(self) -> None:
-        """Check that what was read is what was verified; of shards each part is checked as it is read.
-
-        Raises:
-            DamagedCheckpointError: Somebody has written into the file.
-        """
-        if self.mapped is not None:
-            self.mapped.check_unchanged()
-
-    def forget(self, value: Any) -> None:
-        """Give back the memory of a tensor that was read."""
-        if self.mapped is not None:
-            self.mapped.forget(value)
 
 
 class _Entry(NamedTuple):
@@ -158,11 +114,7 @@ def export(
     _refuse_existing(to, overwrite=overwrite)
     with open_checkpoint(expand_user(path)) as file:
         file.verify()
-        if isinstance(file, CheckpointFile):
-            payload, mapped = file.load_mapped()
-            source = _Source(mapped, None)
-        else:
-            payload, source = file.load("cpu"), _Source(None, file.shard_tensors())
+        payload, source = load_lazily(file)
         part = _component_of(payload, component, path)
         if to.suffix != _SAFETENSORS:
             return _write_torch(part, component, to, wanted, source)
@@ -219,7 +171,7 @@ def _index_of(target: Path) -> Path:
     return target.with_name(f"{target.name}.index.json")
 
 
-def _entries_of(part: Any, component: str, dtype: torch.dtype | None, source: _Source) -> Iterator[_Entry]:
+def _entries_of(part: Any, component: str, dtype: torch.dtype | None, source: TensorSource) -> Iterator[_Entry]:
     """Yield the tensors of a component in its order.
 
     Raises:
@@ -245,7 +197,7 @@ def _entries_of(part: Any, component: str, dtype: torch.dtype | None, source: _S
             raise _unsavable(name, _description_of(value), "safetensors holds dense tensors of plain numbers alone")
         shape, own = (value.size(), value.dtype) if holder is None else (holder.shape, holder.dtype)
         to = dtype if dtype is not None and own.is_floating_point else own
-        if to not in _NAMES:
+        if to not in DTYPE_NAMES:
             raise _unsavable(name, f"tensor of {own}", f"safetensors has no {to}")
         yield _Entry(str(key), to, shape, value)
 
@@ -278,7 +230,7 @@ def _description_of(tensor: torch.Tensor) -> str:
 
 
 def _write_safetensors(
-    entries: Sequence[_Entry], target: Path, most_bytes: int | None, source: _Source, *, overwrite: bool
+    entries: Sequence[_Entry], target: Path, most_bytes: int | None, source: TensorSource, *, overwrite: bool
 ) -> tuple[Path, ...]:
     files = _split(entries, most_bytes)
     if len(files) == 1:
@@ -325,7 +277,7 @@ def _header_of(entries: Sequence[_Entry]) -> bytes:
     for entry in entries:
         end = start + entry.size_bytes
         header[entry.name] = {
-            "dtype": _NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [start, end],
+            "dtype": DTYPE_NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [start, end],
         }  # fmt: skip
         start = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
@@ -337,7 +289,7 @@ def _size_of(entries: Sequence[_Entry]) -> int:
     return len(_header_of(entries)) + sum(entry.size_bytes for entry in entries)
 
 
-def _write_file(entries: Sequence[_Entry], source: _Source, file: BinaryIO) -> None:
+def _write_file(entries: Sequence[_Entry], source: TensorSource, file: BinaryIO) -> None:
     file.write(_header_of(entries))
     for entry in entries:
         tensor = _converted(source.read(entry.value), entry.name, entry.dtype)
@@ -353,7 +305,7 @@ def _write_bytes(data: bytes, file: BinaryIO) -> None:
 
 
 def _write_torch(
-    part: Any, component: str, target: Path, dtype: torch.dtype | None, source: _Source
+    part: Any, component: str, target: Path, dtype: torch.dtype | None, source: TensorSource
 ) -> tuple[Path, ...]:
     def written(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) and source.holder_of(value) is None:

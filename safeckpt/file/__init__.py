@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from safeckpt.file.file_report import FileReport
     from safeckpt.file.reading.checkpoint_file import CheckpointFile, open_file, verify
     from safeckpt.file.reading.mapping import Mapped, MappedFiles
+    from safeckpt.file.reading.safetensors import DTYPE_NAMES, SafetensorsFile
     from safeckpt.file.reading.shard_metadata import METADATA, unpickle_metadata
     from safeckpt.file.reading.shard_parts import ShardParts
     from safeckpt.file.reading.sharded import (
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
         shard_of_bytes,
     )
     from safeckpt.file.reading.source import Part, source_of
+    from safeckpt.file.reading.tensor_source import TensorSource, load_lazily
     from safeckpt.file.reading.whole_tensors import (
         SHARD_KEY,
         Placeholder,
@@ -36,6 +38,7 @@ else:
         {
             "CheckpointFile": "safeckpt.file.reading.checkpoint_file",
             "CheckpointFolder": "safeckpt.file.reading.sharded",
+            "DTYPE_NAMES": "safeckpt.file.reading.safetensors",
             "FORMAT_VERSION": "safeckpt.file.trailer",
             "FileReport": "safeckpt.file.file_report",
             "INDEX": "safeckpt.file.reading.sharded",
@@ -46,13 +49,16 @@ else:
             "Placeholder": "safeckpt.file.reading.whole_tensors",
             "PreparedFile": "safeckpt.file.writing.write",
             "SHARD_KEY": "safeckpt.file.reading.whole_tensors",
+            "SafetensorsFile": "safeckpt.file.reading.safetensors",
             "ShardFile": "safeckpt.file.reading.sharded",
             "ShardParts": "safeckpt.file.reading.shard_parts",
             "ShardTensorReader": "safeckpt.file.reading.whole_tensors",
+            "TensorSource": "safeckpt.file.reading.tensor_source",
             "WrittenFile": "safeckpt.file.writing.write",
             "encode": "safeckpt.file.writing.encoding",
             "is_folder": "safeckpt.file.reading.sharded",
             "iter_placeholders": "safeckpt.file.reading.whole_tensors",
+            "load_lazily": "safeckpt.file.reading.tensor_source",
             "open_checkpoint": "safeckpt.file.reading.sharded",
             "open_file": "safeckpt.file.reading.checkpoint_file",
             "placeholder_of": "safeckpt.file.reading.whole_tensors",
@@ -67,6 +73,7 @@ else:
     )
 
 __all__ = [
+    "DTYPE_NAMES",
     "FORMAT_VERSION",
     "INDEX",
     "METADATA",
@@ -79,13 +86,16 @@ __all__ = [
     "Part",
     "Placeholder",
     "PreparedFile",
+    "SafetensorsFile",
     "ShardFile",
     "ShardParts",
     "ShardTensorReader",
+    "TensorSource",
     "WrittenFile",
     "encode",
     "is_folder",
     "iter_placeholders",
+    "load_lazily",
     "open_checkpoint",
     "open_file",
     "placeholder_of",

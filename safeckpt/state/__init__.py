@@ -8,6 +8,7 @@ from safeckpt.state.guard import Guard, check_gradients, find_nonfinite
 from safeckpt.state.hidden import HiddenState
 from safeckpt.state.loss import Loss
 from safeckpt.state.mixture import Mixture
+from safeckpt.state.module import persistent_tensors
 from safeckpt.state.registry import register, uncaptured
 from safeckpt.state.snapshot import RESERVED_KEY, Plan, Snapshot, capture, plan
 from safeckpt.state.staging import Staging
@@ -34,6 +35,7 @@ __all__ = [
     "find_nonfinite",
     "guard_from_record",
     "guarded_in",
+    "persistent_tensors",
     "plan",
     "refuse_unreduced",
     "register",

@@ -30,7 +30,7 @@ from safeckpt.system.torch_private import (
     versions_of,
 )
 
-__all__ = ["ModuleComponent", "clean_modules", "unwrap"]
+__all__ = ["ModuleComponent", "clean_modules", "persistent_tensors", "unwrap"]
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _NORMS = frozenset({"SyncBatchNorm", "BatchNorm1d", "BatchNorm2d", "BatchNorm3d"})
@@ -82,6 +82,20 @@ def _clean_key(key: str, modules: Mapping[str, tuple[str, nn.Module]]) -> str:
         path, _, more = path.rpartition(".")
         last = f"{more}.{last}"
     return join(modules[path][0], last)
+
+
+def persistent_tensors(module: nn.Module) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Return the live parameters and persistent buffers by clean name, and the names of what else is in its state.
+
+    A tensor is there under every name that it has.
+    """
+    module = unwrap(module)
+    modules = clean_modules(module)
+    live: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    live.update(module.named_buffers(remove_duplicate=False))
+    keys = list(module.state_dict())
+    found = {_clean_key(key, modules): live[key] for key in keys if key in live}
+    return found, [_clean_key(key, modules) for key in keys if key not in live]
 
 
 class ModuleComponent(Component):
