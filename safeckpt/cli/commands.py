@@ -23,8 +23,8 @@ Exit codes:
   1  the answer is no: not exact, damaged, different, no checkpoint
   2  it could not be done: usage, no such file, directory held, no package
 
-Everything but prune, fetch and extract only reads, and works while a training run holds the directory. A directory or
-a checkpoint may be the URL of one in an object store.
+Everything but prune, fetch, extract and doctor only reads, and works while a training run holds the directory. A
+directory or a checkpoint may be the URL of one in an object store.
 
 \b
 Completion for bash (or zsh_source, fish_source), in its start file:
@@ -255,6 +255,21 @@ def fetch_(url: str, directory: str, step: int | None, *, as_json: bool) -> int:
     if not is_url(url):
         raise click.UsageError(f"{url} is no URL, such as s3://bucket/runs/x.")
     return fetch_one(Screen(as_json=as_json), url, directory, step)
+
+
+@group.command(short_help="Try whether checkpoints are safe in a place.")
+@_directory
+@_json
+def doctor(directory: str, *, as_json: bool) -> int:
+    """Try in DIRECTORY, or at the URL of a store, what checkpoints rest on.
+
+    Syncs, renames, exclusive creation, locks between processes, room and limits; of a store its conditional writes.
+    Everything is really done, with a folder that is removed again. Exit code 1 when something does not hold: then a
+    crash or a second job may cost checkpoints there.
+    """
+    from safeckpt.cli.diagnosis import diagnose
+
+    return diagnose(Screen(as_json=as_json), directory)
 
 
 @group.command("extract", short_help="Write one component into a file of its own.")
