@@ -238,7 +238,11 @@ class Restorer:
         restored = self.apply_newest(wanted, note, look_further=True)
         if restored is not None:
             _log.info("restored step %d from %s", restored.checkpoint.step, restored.checkpoint.path)
-        return restored
+            return restored
+        with self._run.group.section("looking at an empty directory"):
+            if self._run.is_rank_zero:
+                self._run.directory.catalog.warn_if_emptied()
+        return None
 
     def _note_restored(self, restored: Restored, wanted: Wanted) -> None:
         """Note where the run stands, and tell history and caller."""
@@ -451,8 +455,6 @@ class Restorer:
             step = told[0] if told else self._candidate({*here, *remote}, wanted)
             if step is None:
                 section.answer = _Read(group.rank, None)
-                if group.is_rank_zero and not tried:
-                    run.directory.catalog.warn_if_emptied()
             elif not told and step not in here:
                 section.answer = _Read(group.rank, step, is_remote=True)
             else:
