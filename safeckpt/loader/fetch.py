@@ -7,10 +7,11 @@ arrived, never from what was sent.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -28,6 +29,7 @@ from safeckpt.loader.digest import digest_of
 from safeckpt.loader.private_generators import find_generators, reseed, warn_of_unreachable
 from safeckpt.loader.streams import mix, restore_streams, save_streams, seed_streams
 from safeckpt.loader.worker_signals import WorkerSignals
+from safeckpt.state.options import same
 from safeckpt.state.random_streams import GeneratorComponent
 
 __all__ = ["IterableFetch", "MapFetch", "Start", "StartWorker", "inner_loader"]
@@ -35,6 +37,9 @@ __all__ = ["IterableFetch", "MapFetch", "Start", "StartWorker", "inner_loader"]
 T = TypeVar("T")
 
 END = object()  # in the place of a batch, where a stream has ended
+
+# What a dataset raises that has a state only once it is iterated.
+_NOT_ITERATED = (AttributeError, LookupError, TypeError, ValueError, RuntimeError)
 
 
 class Start(NamedTuple):
@@ -51,6 +56,13 @@ class Start(NamedTuple):
 
 def _identity(batch: T) -> T:
     return batch
+
+
+def _rest_of(iterator: Iterator[T]) -> Iterator[T]:
+    """Yield what comes, without asking for `iter`: a dataset that is its own iterator would begin anew."""
+    with contextlib.suppress(StopIteration):
+        while True:
+            yield next(iterator)
 
 
 def _draws_nothing(dataset: Any, collate_fn: Any) -> bool:
@@ -202,7 +214,7 @@ class IterableFetch:
         """Return the state before anything was drawn: some datasets have one only once they are iterated."""
         try:
             return self._state()
-        except (AttributeError, LookupError, TypeError, ValueError, RuntimeError):
+        except _NOT_ITERATED:
             return None
 
     def __getitems__(self, task: tuple[int, int, int, Start | None] | None) -> Any:
@@ -263,16 +275,32 @@ class IterableFetch:
         self._ended = False
 
         def begin() -> None:
-            if state is not None and self.stateful:
-                self.dataset.load_state_dict(copy.deepcopy(state))
+            is_loaded = state is None or (self.stateful and self._load_early(state))
             self._iterator = iter(self.dataset)
-            if state is not None and not self.stateful:
-                self._iterator.load_state_dict(copy.deepcopy(state))
+            if not is_loaded or (state is not None and self._has_begun_anew(state)):
+                (self.dataset if self.stateful else self._iterator).load_state_dict(copy.deepcopy(state))
 
         self._seeded.run(mix(seed, 0), begin)
         self._record = {"drawn": at, "at": at, "state": self._early_state(), "ended": False, "digest": 0}
         if state is not None:
             self._record["state"] = state
+
+    def _load_early(self, state: Any) -> bool:
+        """Load a state before `iter`, unless the dataset can take one only behind it."""
+        try:
+            self.dataset.load_state_dict(copy.deepcopy(state))
+        except _NOT_ITERATED:
+            return False
+        return True
+
+    def _has_begun_anew(self, state: Any) -> bool:
+        """Return whether `iter` has set back a dataset that is its own iterator, as that of a file or a list is."""
+        if not self.stateful or self._iterator is not self.dataset:
+            return False
+        try:
+            return not same(state, self._state())
+        except (TypeError, ValueError, RuntimeError):  # values that cannot be compared
+            return True
 
     def _draw(self, seed: int, *, collate: bool) -> Any:
         """Return the next batch, or `END`, and note where that leads."""
@@ -300,7 +328,7 @@ class IterableFetch:
             samples = last = next(self._iterator, END)
             self._ended = nothing = samples is END
         else:
-            samples = list(itertools.islice(self._iterator, self._batch_size))
+            samples = list(itertools.islice(_rest_of(self._iterator), self._batch_size))
             self._ended = len(samples) < self._batch_size
             nothing = not samples or (self._ended and self._drop_last)
             last = samples[-1] if samples else None

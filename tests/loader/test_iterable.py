@@ -352,3 +352,49 @@ def test_seek_in_a_stream_passes_over_its_batches(kind, workers):
     loader.seek(0, 40)
     with pytest.raises(StateMismatchError, match="the position is batch 40, and the stream ends after"):
         list(loader)
+
+
+class OwnIterator(IterableDataset):
+    """Is its own iterator, with a place that `style` says how `__iter__` treats."""
+
+    def __init__(self, style):
+        self.style = style
+        self.at, self.resume = 0, None
+        if style != "has no place before":
+            self.place = {"at": 0}
+
+    def __iter__(self):
+        info = get_worker_info()
+        self.worker, self.workers = (0, 1) if info is None else (info.id, info.num_workers)
+        if self.style == "takes what was loaded":
+            self.place, self.resume = {"at": self.resume or 0}, None
+        else:
+            self.place = {"at": 0}
+        return self
+
+    def __next__(self):
+        mine = range(self.worker, 13, self.workers)
+        if self.place["at"] >= len(mine):
+            raise StopIteration
+        self.place["at"] += 1
+        return [float(mine[self.place["at"] - 1]), random.random()]
+
+    def state_dict(self):
+        return {"at": self.place["at"]}
+
+    def load_state_dict(self, state):
+        self.place["at"] = self.resume = state["at"]
+
+
+@pytest.mark.parametrize("style", ["begins anew", "has no place before", "takes what was loaded"])
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}], ids=["0", "2"])
+def test_dataset_that_is_its_own_iterator_resumes_at_every_position(style, options):
+    """Its `__iter__` may set the place back, or take the one that was loaded: the same batches come in every epoch."""
+
+    def one():
+        return DataLoader(OwnIterator(style), batch_size=3, collate_fn=list, **options)
+
+    run = straight(one)
+    assert sorted(row[0] for batch in run.batches[0] for row in batch) == list(range(13))
+    for position in [(0, 1), (0, 3), (1, 0), (1, 2), (2, 4)]:
+        assert resumed(one, run.states[position]) == run.rest(position)
