@@ -211,6 +211,11 @@ class Capturer:
         for loader in self._loaders:
             loader.end_step(step)
 
+    def count_batches(self, step: int) -> None:
+        """Let the loaders know of the step that a save would have ended, had it not been refused."""
+        if isinstance(step, int) and self._ends(step):
+            self.end_loader_step(step)
+
     def _ends(self, step: int) -> bool:
         """Return whether a save ends a step, which no `end_step` has done before."""
         timeline = self._run.timeline

@@ -10,6 +10,7 @@ described anew, and nothing else is written.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import operator
@@ -214,13 +215,24 @@ class Saver:
         """Capture and guard on every rank, and take rank 0's idea of the checkpoint."""
         group = self._run.group
         with group.section(what, _both_captured, self._summarize) as section:
-            if refusal is not None:
-                raise refusal
-            draft = self._capturer.capture(step, Loss.read(loss), metrics)
+            draft = self._draft_of_rank(step, loss, metrics, refusal)
             digests = compared_digests(group.rank, draft.digests)
             section.answer = _Captured(draft.checkpoint, draft.is_sharded, digests)
         checkpoint = dataclasses.replace(section.result.checkpoint, path=draft.checkpoint.path)
         return dataclasses.replace(draft, checkpoint=checkpoint), section.result
+
+    def _draft_of_rank(
+        self, step: int, loss: Any, metrics: Mapping[str, Any] | None, refusal: BaseException | None
+    ) -> Draft:
+        """Capture on this rank; its loaders count their batches whatever is refused here, since those of others do."""
+        with contextlib.ExitStack() as refused:
+            if self._run.group.size > 1:
+                refused.callback(self._capturer.count_batches, step)
+            if refusal is not None:
+                raise refusal
+            draft = self._capturer.capture(step, Loss.read(loss), metrics)
+            refused.pop_all()
+        return draft
 
     def _summarize(self, captured: _Captured) -> _Summary:
         """Sum up what all ranks have captured, and begin to save it where nothing speaks against that. On rank 0."""

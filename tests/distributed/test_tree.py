@@ -240,3 +240,21 @@ def _wrong_loss(path: Path) -> Any:
 def test_argument_that_one_rank_gets_wrong_is_raised_on_all(tmp_path: Path) -> None:
     """In a save at once, in a step at the next agreement; nobody waits, and the next save works."""
     assert groups.results(2, _wrong_loss, tmp_path) == [("TypeError", "TypeError", 91)] * 2
+
+
+def _wrong_in_a_save(path: Path) -> Any:
+    """Each of them alone gets an argument wrong, after a batch that no step has ended."""
+    run = Run("ddp")
+    found = []
+    with manager_of(run, path / "run") as manager:
+        for step, wrong in enumerate(({"loss": "none"}, {"metrics": {"accuracy": "high"}}, {"metrics": 3}), start=1):
+            run.step(step)
+            given: dict[str, Any] = wrong if torch.distributed.get_rank() == 1 else {}
+            refused = outcome(lambda step=step, given=given: manager.save(step, **given))
+            found.append((refused["error"] is not None, run.loader.since_step))
+        return found, manager.save(9).step
+
+
+def test_save_that_one_rank_gets_wrong_counts_the_same_batches_on_all(tmp_path: Path) -> None:
+    """The loaders of the ranks stay at one position."""
+    assert groups.results(2, _wrong_in_a_save, tmp_path) == [([(True, 0)] * 3, 9)] * 2
