@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 import safeckpt
+from tests.remote.conftest import URL, store  # noqa: F401 - a fixture
+from tests.remote.memory_store import MemoryStore
 
 
 def network(classes: int = 3, seed: int = 0) -> nn.Module:
@@ -112,6 +114,30 @@ def test_every_kind_of_file_gives_the_same_weights(source: Callable[..., Path], 
     assert not new.training
     assert torch.equal(torch.get_rng_state(), stream)
     assert ("every byte verified" in str(report)) == (source in {run_directory, one_checkpoint})
+
+
+def test_a_sharded_checkpoint_is_read_whole() -> None:
+    """In one process, what several ranks have saved: each tensor as `load` gives it."""
+    path = Path(__file__).parent / "golden" / "format-1-torch-2.13.0-fsdp" / "step-00000003"
+    state = safeckpt.load(path)["model"]
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+    report = safeckpt.warm_start(model, path)
+    assert "every byte verified" in str(report)
+    assert bits(model) == {name: tensor.tolist() for name, tensor in state.items()}
+
+
+def test_a_checkpoint_in_a_store_is_taken_by_its_url(
+    tmp_path: Path,
+    store: MemoryStore,  # noqa: F811 - the fixture
+) -> None:
+    """It is fetched into a temporary directory, and the report has the URL."""
+    old, new = network(seed=1), network(seed=2)
+    with safeckpt.CheckpointManager(tmp_path / "run", {"model": old}, mirror=URL) as manager:
+        manager.save(3)
+    key = next(one.key for one in store.client(store.hook, URL).listing() if one.key.endswith(".pt"))
+    report = safeckpt.warm_start(new, f"{URL}/{key}")
+    assert report.path == f"{URL}/{key}"
+    assert bits(new) == bits(old)
 
 
 def test_it_is_no_resume(tmp_path: Path) -> None:
