@@ -30,7 +30,7 @@ HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 
 # Pages whose blocks need a package that the tests do without.
-NEEDS = {".readme/accelerate.md": "accelerate", ".readme/lightning.md": "lightning"}
+NEEDS = {f".readme/{name}.md": name for name in ("accelerate", "ignite", "lightning")}
 
 
 def name_of(page: Path) -> str:
