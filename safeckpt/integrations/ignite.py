@@ -21,7 +21,6 @@ import logging
 import os
 import signal
 import threading
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -250,7 +249,7 @@ class Attachment:
         if self._loader is not None and not any(one is self._loader for one in components.values()):
             components["loader"] = self._loader
         for line in _uncaptured(self._trainer, self._given):
-            warnings.warn(line, safeckpt.UncapturedStateWarning, stacklevel=4)
+            _log.warning(line)
         self.stopped = self._state.is_stopping = self._is_rerun = self._goes_on_in_epoch = False
         self.rollbacks = 0
         self.manager = safeckpt.CheckpointManager(self._directory, components, **self._options)
