@@ -30,7 +30,7 @@ HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 
 # Pages whose blocks need a package that the tests do without.
-NEEDS = {f".readme/{name}.md": name for name in ("accelerate", "ignite", "lightning")}
+NEEDS = {f".readme/{name}.md": name for name in ("accelerate", "ignite", "lightning", "transformers")}
 
 
 def name_of(page: Path) -> str:

@@ -189,7 +189,8 @@ def inner_parts(obj: Any) -> Iterator[Optimizer | LRScheduler]:
     while stack:
         for value in getattr(stack.pop(), "__dict__", {}).values():
             inside = value.values() if isinstance(value, dict) else value
-            for one in inside if isinstance(inside, list | tuple) or isinstance(value, dict) else (value,):
+            for held in inside if isinstance(inside, list | tuple) or isinstance(value, dict) else (value,):
+                one = unwrapped({"": held})[""]
                 if isinstance(one, Optimizer | LRScheduler) and id(one) not in seen:
                     seen.add(id(one))
                     yield one
