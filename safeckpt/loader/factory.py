@@ -30,7 +30,8 @@ def make_source(loader: Any) -> Source:
     if not isinstance(loader, DataLoader):
         raise TypeError(
             "ResumableLoader takes a torch.utils.data.DataLoader, or a loader with state_dict and load_state_dict; "
-            f"got {class_name(loader)}"
+            f"got {class_name(loader)}. Of a loader that only moves or changes batches (of Fabric, a prefetcher): wrap "
+            "the DataLoader that is inside it, and put the rest around the ResumableLoader"
         )
     if hasattr(loader, "base_dataloader"):
         raise TypeError(_of_accelerate(loader))

@@ -49,6 +49,7 @@ from safeckpt.run.catalog import Bad, Checkpoint, Gone, OpenCheckpoint, fault_of
 from safeckpt.run.run import Run
 from safeckpt.run.writers import MemoryCopy
 from safeckpt.state import RESERVED_KEY, Baseline, Guard, Plan, copy_tree, guard_from_record, plan
+from safeckpt.state.component import has_attribute
 from safeckpt.state.random_streams import RngStreams
 from safeckpt.system.warn import warn_caller
 
@@ -708,5 +709,4 @@ def _is_equal(saved: Plan, captured: Mapping[str, Any]) -> bool:
 
 def _has_ended_epoch(obj: Any, state: Any) -> bool:
     """Return whether a loader has done no more since this state than end its epoch, as it does after the inner loop."""
-    is_at_end_of = getattr(obj, "is_at_end_of", None)
-    return is_at_end_of is not None and bool(is_at_end_of(state))
+    return has_attribute(obj, "is_at_end_of") and bool(obj.is_at_end_of(state))

@@ -17,7 +17,7 @@ from safeckpt.state.guard import Guard, guarded_tensors
 from safeckpt.state.transfer import Transfer
 from safeckpt.state.tree import detached
 
-__all__ = ["Captured", "Component", "Order", "class_name", "is_library_code"]
+__all__ = ["Captured", "Component", "Order", "class_name", "has_attribute", "is_library_code"]
 
 
 class Order:
@@ -43,6 +43,11 @@ class Captured:
     state: Any
     record: dict[str, Any] = field(default_factory=dict)
     transfer: Transfer = field(default_factory=Transfer, compare=False)
+
+
+def has_attribute(obj: object, name: str) -> bool:
+    """Return whether an object has an attribute; one that answers to any name (a metric of Ignite, a mock) has not."""
+    return hasattr(obj, name) and not hasattr(obj, f"{name}_of_nobody")
 
 
 def class_name(obj: object) -> str:

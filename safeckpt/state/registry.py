@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from safeckpt.errors import listed
-from safeckpt.state.component import Component, class_name
+from safeckpt.state.component import Component, class_name, has_attribute
 from safeckpt.state.fsdp import reshard
 from safeckpt.state.module import ModuleComponent, unwrap
 from safeckpt.state.optimizer import OptimizerComponent
@@ -138,7 +138,7 @@ def _component(name: str, obj: Any) -> Component:
             f"{name!r} is a {class_name(obj)}, which is a component only inside a dict, where it is restored in place: "
             f"{{{name!r}: {{'items': {name}}}}}"
         )
-    if hasattr(obj, "base_dataloader"):
+    if has_attribute(obj, "base_dataloader"):
         raise TypeError(
             f"{name!r} is a loader that Accelerate has prepared, a {class_name(obj)}: it fetches a batch ahead and "
             "moves the process's random streams, so its position cannot be kept. Write manager, loader = "
@@ -162,8 +162,8 @@ def _is_loader(obj: Any) -> bool:
     if isinstance(obj, DataLoader):
         return True
     names = (kind.__name__.lower() for kind in type(obj).__mro__)
-    named = any("loader" in name for name in names) or any(hasattr(obj, name) for name in _OF_LOADERS)
-    return named and hasattr(obj, "__iter__") and hasattr(obj, "__len__")
+    named = any("loader" in name for name in names) or any(has_attribute(obj, name) for name in _OF_LOADERS)
+    return named and has_attribute(obj, "__iter__") and has_attribute(obj, "__len__")
 
 
 def _refuse_hidden_components(name: str, obj: Any) -> None:
@@ -225,10 +225,13 @@ def uncaptured(components: Mapping[str, Any]) -> list[str]:
 
 
 def _uncaptured_of_module(module: ModuleComponent) -> Iterator[str]:
-    trainable = [name for name, p in module.parameter_names().items() if p.requires_grad]
+    trainable = {name: p for name, p in module.parameter_names().items() if p.requires_grad}
     with RngStreams.untouched():
-        saved = {f"{module.name}.{key}" for key in module.capture().state}
-    left_out = [name for name in trainable if name not in saved]
+        state = module.capture().state
+    saved = {f"{module.name}.{key}" for key in state}
+    # A wrapper, such as Fabric's, may save them under the names they have in the module that it wraps.
+    places = {_place(value) for value in state.values() if isinstance(value, torch.Tensor)} - {None}
+    left_out = [name for name, p in trainable.items() if name not in saved and _place(p) not in places]
     if left_out:
         yield f"{module.name}: its state_dict leaves out {listed(left_out)} (trainable: requires_grad is True)"
     hooks = [state for one in module.outermost.modules() for state in communication_states(one)]
@@ -238,6 +241,13 @@ def _uncaptured_of_module(module: ModuleComponent) -> Iterator[str]:
                 f"{module.name}: the {class_name(state)} of its communication hook, such as the error feedback of "
                 "PowerSGD; the first steps after a resume differ"
             )
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, torch.Size] | None:
+    """Return where a tensor's values are; None where it has no memory of its own."""
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided or not tensor.numel():
+        return None
+    return None if tensor.is_meta else (tensor.data_ptr(), tensor.size())
 
 
 def _uncaptured_inner(components: Mapping[str, Any]) -> Iterator[str]:

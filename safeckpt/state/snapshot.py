@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from safeckpt.errors import ComponentMismatchError, StateMismatchError
-from safeckpt.state.component import Captured, Component, Order
+from safeckpt.state.component import Captured, Component, Order, has_attribute
 from safeckpt.state.environment import differences, environment
 from safeckpt.state.fsdp import drop_unreduced, reshard
 from safeckpt.state.mixture import Mixture
@@ -153,9 +153,8 @@ class Plan:
     def _set_gradients(self) -> None:
         """Clear every gradient, as at process start, and put back those that were part of the state."""
         parameters = _parameters({component.name: component for component, _ in self.parts})
-        optimized = [
-            group["params"] for component, _ in self.parts for group in getattr(component.obj, "param_groups", ())
-        ]
+        objects = [component.obj for component, _ in self.parts if has_attribute(component.obj, "param_groups")]
+        optimized = [group["params"] for obj in objects for group in obj.param_groups]
         for parameter in (*parameters.values(), *chain.from_iterable(optimized)):
             parameter.grad = None
         drop_unreduced({component.name: component for component, _ in self.parts})

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from safeckpt.state.component import Captured, Component, Order, class_name
+from safeckpt.state.component import Captured, Component, Order, class_name, has_attribute
 from safeckpt.state.containers import from_plain, to_plain
 from safeckpt.state.fill import cannot_fill, fill_special, is_special
 from safeckpt.state.guard import Guard, guarded_tensors, nonfinite_floats
@@ -34,7 +34,7 @@ class StatefulComponent(Component):
     def check(self, captured: Captured) -> list[str]:
         """Ask the object itself, when it can tell, whether the state fits."""
         found = super().check(captured)
-        if not found and hasattr(self.obj, "check_state"):
+        if not found and has_attribute(self.obj, "check_state"):
             found = [f"{self.name}: {difference}" for difference in self.obj.check_state(_restored(captured))]
         return found
 

@@ -377,3 +377,29 @@ def test_composed_scheduler_raises_no_alarm(name):
     components["optimizer"] = optimizer_of(components["model"], momentum=0.9)
     components["scheduler"] = COMPOSED[name](components["optimizer"])
     assert uncaptured(components) == []
+
+
+class SavesTheInner(nn.Module):
+    """As the wrapper of Fabric: it holds the module twice, and its state has the names of the inner one."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.forward_module, self.original = inner, inner
+
+    def state_dict(self, *arguments, **options):
+        return self.original.state_dict(*arguments, **options)
+
+    def load_state_dict(self, *arguments, **options):
+        return self.original.load_state_dict(*arguments, **options)
+
+
+def test_parameters_that_are_saved_under_the_names_of_the_inner_module_are_not_left_out():
+    assert uncaptured({"model": SavesTheInner(nn.Linear(2, 2))}) == []
+
+
+def test_parameter_that_a_wrapper_leaves_out_is_named():
+    wrapper = SavesTheInner(nn.Linear(2, 2))
+    wrapper.scale = nn.Parameter(torch.ones(1))
+    assert uncaptured({"model": wrapper}) == [
+        "model: its state_dict leaves out model.scale (trainable: requires_grad is True)"
+    ]

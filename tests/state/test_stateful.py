@@ -390,3 +390,31 @@ def test_report_of_replaced_options_covers_every_kind(memory_path):
     assert [line.split(":")[0].strip() for line in lines] == [
         "optimizer.initial_lr", "scheduler.base_lrs", "scheduler.gamma", "scaler.growth_factor",
     ]  # fmt: skip
+
+
+class AnswersToAnyName:
+    """As a metric of Ignite: what is asked of it becomes another object of its kind."""
+
+    def __init__(self):
+        self.total = 0
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_: AnswersToAnyName()
+
+    def state_dict(self):
+        return {"total": self.total}
+
+    def load_state_dict(self, state):
+        self.total = state["total"]
+
+
+def test_object_that_answers_to_any_name_is_taken_for_what_its_class_has(tmp_path):
+    metric = AnswersToAnyName()
+    with CheckpointManager(tmp_path, {"metric": metric}) as manager:
+        metric.total = 3
+        manager.save(1)
+        metric.total = 0
+        manager.restore()
+    assert metric.total == 3
