@@ -202,8 +202,8 @@ def _list_once() -> None:
     find_latest = Catalog.find_latest
 
     def once(self: Catalog) -> Any:
-        listed = self.directory.steps()
-        with mock.patch.object(self.directory, "steps", return_value=listed):
+        listed = self.files.steps()
+        with mock.patch.object(self.files, "steps", return_value=listed):
             return find_latest(self)
 
     Catalog.find_latest = once  # type: ignore[method-assign]

@@ -59,6 +59,7 @@ def module_from(path: Path, name: str) -> types.ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_each_run_has_a_process_of_its_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Straight, killed and resumed run are three processes, none of them this one, and an exact loop is exact."""
     path = tmp_path / "known_by_its_file_only.py"

@@ -250,7 +250,7 @@ class FailsOnce:
         return request
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.slow), "after"])
 def test_any_request_may_fail_once(
     tmp_path: Path, store: MemoryStore, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:

@@ -218,6 +218,7 @@ def test_going_back_while_the_one_before_deletes_leaves_something_in_every_order
     assert count > 300
 
 
+@pytest.mark.slow
 def test_of_two_racing_takers_one_wins_in_every_order() -> None:
     """Both never hold one epoch; the loser knows, before or after its first upload."""
     count, violation = violations(racing, 5_000)
@@ -232,7 +233,9 @@ MUTATIONS: dict[str, tuple[str, object, Begin]] = {
 }
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS)
+@pytest.mark.parametrize(
+    "mutation", [pytest.param(one, marks=[pytest.mark.slow] * (MUTATIONS[one][2] is racing)) for one in MUTATIONS]
+)
 def test_broken_protocol_is_found(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step of the protocol is needed: without it some order of requests loses or mixes something."""
     name, broken, begin = MUTATIONS[mutation]

@@ -149,7 +149,9 @@ EVERY_THIRD: dict[str, Fault] = {
 }
 
 
-@pytest.mark.parametrize("name", EVERY_THIRD)
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=[pytest.mark.slow] * (one not in ("503", "cut after"))) for one in EVERY_THIRD]
+)
 def test_run_goes_on_with_a_store_that_fails_now_and_then(
     name: str, s3: servers.Server, proxy: Proxy, tmp_path: Path
 ) -> None:
@@ -242,7 +244,8 @@ def test_parts_that_a_kill_left_are_removed_at_the_take_over(s3: servers.Server,
         client.upload_part(Bucket="bucket", Key=key, UploadId=upload, PartNumber=1, Body=bytes(5 << 20))
     with manager_of(tmp_path, Marked(), mirror=s3.mirror(run)) as manager:
         manager.save(1)
-    left = [one["Key"] for one in client.list_multipart_uploads(Bucket="bucket").get("Uploads", [])]
+    unfinished = [one["Key"] for one in client.list_multipart_uploads(Bucket="bucket").get("Uploads", [])]
+    left = [key for key in unfinished if key.startswith((f"{run}/", "elsewhere/"))]  # other tests leave some, too
     assert left == ["elsewhere/step-00000001.pt"]
 
 
