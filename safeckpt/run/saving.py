@@ -10,7 +10,6 @@ described anew, and nothing else is written.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import operator
@@ -225,14 +224,14 @@ class Saver:
         self, step: int, loss: Any, metrics: Mapping[str, Any] | None, refusal: BaseException | None
     ) -> Draft:
         """Capture on this rank; its loaders count their batches whatever is refused here, since those of others do."""
-        with contextlib.ExitStack() as refused:
-            if self._run.group.size > 1:
-                refused.callback(self._capturer.count_batches, step)
+        try:
             if refusal is not None:
-                raise refusal
-            draft = self._capturer.capture(step, Loss.read(loss), metrics)
-            refused.pop_all()
-        return draft
+                raise refusal  # noqa: TRY301 - one place for what is done then
+            return self._capturer.capture(step, Loss.read(loss), metrics)
+        except BaseException:
+            if self._run.group.size > 1:
+                self._capturer.count_batches(step)
+            raise
 
     def _summarize(self, captured: _Captured) -> _Summary:
         """Sum up what all ranks have captured, and begin to save it where nothing speaks against that. On rank 0."""
