@@ -37,7 +37,6 @@ from ignite.engine import DeterministicEngine, Engine, Events  # noqa: E402
 from ignite.handlers import Checkpoint as IgniteCheckpoint  # noqa: E402
 from ignite.handlers import EMAHandler  # noqa: E402
 from ignite.handlers.state_param_scheduler import StateParamScheduler  # noqa: E402
-from ignite.metrics import Metric  # noqa: E402
 
 __all__ = ["Attachment", "OnNonfinite", "attach"]
 
@@ -467,25 +466,6 @@ class _StateSchedule:
         setattr(self._trainer.state, self._scheduler.param_name, state["value"])
 
 
-class _MetricState:
-    """The state of a metric, without its other attributes: a `Metric` answers every name that it is asked for.
-
-    Args:
-        metric: It. In a process group its state is that of all ranks.
-    """
-
-    def __init__(self, metric: Metric) -> None:
-        self._metric = metric
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what the metric has accumulated."""
-        return dict(self._metric.state_dict())
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on accumulating there."""
-        self._metric.load_state_dict(state)
-
-
 def _with_handlers(components: Mapping[str, Any], trainer: Engine) -> dict[str, Any]:
     """Return components in which handlers without a state of their own are what they hold."""
     found: dict[str, Any] = {}
@@ -497,7 +477,7 @@ def _with_handlers(components: Mapping[str, Any], trainer: Engine) -> dict[str, 
         elif isinstance(one, StateParamScheduler):
             found[name] = _StateSchedule(one, trainer)
         else:
-            found[name] = _MetricState(one) if isinstance(one, Metric) else one
+            found[name] = one
     return found
 
 

@@ -17,7 +17,7 @@ from safeckpt.proof.captured import captured_leaves, named_values
 from safeckpt.proof.leaves import Leaf, leaf
 from safeckpt.proof.live import LiveObjects
 from safeckpt.state import register
-from safeckpt.state.component import Captured
+from safeckpt.state.component import Captured, has_attribute
 from safeckpt.state.environment import environment
 from safeckpt.state.loss import Loss
 from safeckpt.state.snapshot import RESERVED_KEY
@@ -124,7 +124,7 @@ class _Run:
         self._record = record
         self._given = build()
         self._components = register(self._given)
-        self._loaders = [obj for obj in self._given.values() if hasattr(obj, "expect_end_step")]
+        self._loaders = [obj for obj in self._given.values() if has_attribute(obj, "expect_end_step")]
         self._live = LiveObjects(dict(self._given), (build, train_step))
         record.components = list(self._components)
 

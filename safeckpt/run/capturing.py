@@ -29,6 +29,7 @@ from safeckpt.state import (
     capture,
     refuse_unreduced,
 )
+from safeckpt.state.component import has_attribute
 from safeckpt.state.loss import Loss
 from safeckpt.system.warn import warn_caller
 
@@ -98,7 +99,9 @@ class Capturer:
         self._stray = StrayOptimizers(run.components)
         self._gradients = Gradients(run.components)
         components = run.components.items()
-        self._loaders = [component.obj for _, component in components if hasattr(component.obj, "expect_end_step")]
+        self._loaders = [
+            component.obj for _, component in components if has_attribute(component.obj, "expect_end_step")
+        ]
         for loader in self._loaders:
             loader.expect_end_step()
 
@@ -269,7 +272,7 @@ class Capturer:
                 "nothing was written; this run has no checkpoint yet.",
                 "stop, and start again from a lower learning rate or cleaner data.",
             )
-        if any(hasattr(component.obj, "leave_out") for component in self._run.components.values()):
+        if any(has_attribute(component.obj, "leave_out") for component in self._run.components.values()):
             call = f"manager.rollback(skip_batches=1) goes back to step {saved} without the last batch."
         else:
             call = (

@@ -13,6 +13,7 @@ from safeckpt.run.run import Run
 from safeckpt.run.saving import Saver
 from safeckpt.run.steps import Steps
 from safeckpt.run.timeline import Refusal, RollbackRecord
+from safeckpt.state.component import has_attribute
 from safeckpt.system.arguments import checked_int
 
 __all__ = ["Rollback"]
@@ -108,7 +109,7 @@ class Rollback:
         """Return the positions that each loader is to leave out when it goes on, also from earlier rollbacks."""
         checked_int("skip_batches", count)
         components = self._run.components.items()
-        loaders = {name: component.obj for name, component in components if hasattr(component.obj, "leave_out")}
+        loaders = {name: component.obj for name, component in components if has_attribute(component.obj, "leave_out")}
         if count and not loaders:
             raise ValueError(
                 "skip_batches needs a loader that can leave out batches among the components: wrap the DataLoader in "

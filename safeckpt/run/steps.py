@@ -25,6 +25,7 @@ from safeckpt.run.catalog import Checkpoint
 from safeckpt.run.run import Run
 from safeckpt.run.saving import Saver
 from safeckpt.run.stream_watch import StreamWatch
+from safeckpt.state.component import has_attribute
 from safeckpt.state.loss import Loss
 from safeckpt.system.warn import warn_caller
 
@@ -138,6 +139,7 @@ class Steps:
         self._pace = _FIRST_PACE  # as they agreed last; the first time they wait for each other
         self._next_step = 0  # at which they agree again
         self._last_asked = 0, 0.0  # step and time
+        self._loaders = {name: one.obj for name, one in run.components.items() if has_attribute(one.obj, "leave_out")}
         self._watch = StreamWatch(component.obj for component in run.components.values())
         self._handed_out: deque[tuple[int, dict[str, Any]]] = deque(maxlen=2 * run.membership.ranks.agree_every + 2)
 
@@ -330,8 +332,7 @@ class Steps:
         they learn from each other.
         """
         run = self._run
-        loaders = {name: one.obj for name, one in run.components.items() if hasattr(one.obj, "leave_out")}
-        self._handed_out.append((step, {name: loader.last_batches(1) for name, loader in loaders.items()}))
+        self._handed_out.append((step, {name: loader.last_batches(1) for name, loader in self._loaders.items()}))
         agreed = self._agree(step) if step >= self._next_step else None
         return run.timeline.is_due_by_count(step) or (agreed is not None and agreed.saves)
 

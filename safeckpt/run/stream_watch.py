@@ -7,6 +7,7 @@ from typing import Any
 
 from safeckpt.distributed import holds_same
 from safeckpt.errors import UncapturedStateWarning
+from safeckpt.state.component import has_attribute
 from safeckpt.state.random_streams import RngStreams
 from safeckpt.system.warn import warn_caller
 
@@ -24,7 +25,7 @@ class StreamWatch:
     """
 
     def __init__(self, loaders: Iterable[Any]) -> None:
-        self._loaders = [loader for loader in loaders if hasattr(loader, "before_next_batch")]
+        self._loaders = [loader for loader in loaders if has_attribute(loader, "before_next_batch")]
         self._step = 0
         self._streams: dict[str, Any] | None = None
         self._has_warned = False
