@@ -19,14 +19,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import signal
-import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar
 
 import torch
 
 import safeckpt
+from safeckpt.integrations.arguments import OnNonfinite, check_on_nonfinite, stop_signals_or_default
 from safeckpt.integrations.engine_state import EngineState
 from safeckpt.integrations.requirements import check_hooks, requires
 
@@ -41,8 +40,6 @@ from ignite.handlers.state_param_scheduler import StateParamScheduler  # noqa: E
 __all__ = ["Attachment", "OnNonfinite", "attach"]
 
 _log = logging.getLogger("safeckpt")
-
-OnNonfinite: TypeAlias = Literal["raise", "rollback"]
 
 _HOOKS = {
     "_fire_event": "the moment at which all handlers of an event have run",
@@ -134,15 +131,12 @@ def attach(
         ValueError: An option is out of range, or there is `keep_best` and no evaluator.
         RuntimeError: The trainer has an attachment already, or this Ignite works in another way than the tested one.
     """
-    if on_nonfinite not in ("raise", "rollback"):
-        raise ValueError(f'on_nonfinite is "raise" or "rollback"; got {on_nonfinite!r}')
+    check_on_nonfinite(on_nonfinite)
     if loss is not None and not callable(loss):
         raise TypeError(f"loss takes the output of the process function to the loss; got {type(loss).__name__}")
     if options.get("keep_best") and evaluator is None:
         raise ValueError("keep_best goes by the metrics of an evaluator: attach(..., evaluator=evaluator)")
     _check_trainer(trainer)
-    if stop_signals is None:
-        stop_signals = (signal.SIGTERM,) if threading.current_thread() is threading.main_thread() else ()
     guard = options.get("guard", safeckpt.Guard())
     allowed = (*guard.allow_nonfinite, "engine.metrics.*")  # they were computed, and decide nothing
     options["guard"] = dataclasses.replace(guard, allow_nonfinite=allowed)
@@ -154,7 +148,7 @@ def attach(
         max_rollbacks=max_rollbacks if on_nonfinite == "rollback" else 0,
         seed=seed,
         restore={"fresh": fresh, "keep_live": keep_live},
-        options={**options, "stop_signals": tuple(stop_signals)},
+        options={**options, "stop_signals": stop_signals_or_default(stop_signals)},
     )
     if evaluator is not None:
         attachment.watch(evaluator)

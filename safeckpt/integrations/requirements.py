@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from types import ModuleType
 from typing import Any
 
-__all__ = ["check_hooks", "requires"]
+__all__ = ["check_code", "check_hooks", "requires"]
 
 _versions: dict[str, str] = {}  # of the packages that were required, by the name they are imported by
 
@@ -72,15 +72,34 @@ def check_hooks(owner: Any, hooks: Mapping[str, str]) -> None:
         RuntimeError: An attribute is gone; the text names the package, its version, and all of them. Nothing was
             changed.
     """
+    kind = owner if isinstance(owner, ModuleType | type) else type(owner)
     gone = {name: purpose for name, purpose in hooks.items() if not _has(owner, name)}
+    _refuse_gone(gone, kind.__name__, _packages_of(kind))
+
+
+def check_code(function: Callable[..., Any], hooks: Mapping[str, str]) -> None:
+    """Check that a function of a trainer names attributes that are there only when it runs, so that it sets them.
+
+    Args:
+        function: The function, of a package that was `requires`d.
+        hooks: As in `check_hooks`.
+
+    Raises:
+        RuntimeError: As in `check_hooks`.
+    """
+    plain = inspect.unwrap(function)
+    gone = {name: purpose for name, purpose in hooks.items() if name not in plain.__code__.co_names}
+    _refuse_gone(gone, plain.__qualname__, [plain.__module__.partition(".")[0]])
+
+
+def _refuse_gone(gone: Mapping[str, str], owner: str, packages: list[str]) -> None:
     if not gone:
         return
-    kind = owner if isinstance(owner, ModuleType | type) else type(owner)
-    package = next((name for name in _packages_of(kind) if name in _versions), None)
+    package = next((name for name in packages if name in _versions), None)
     what = "the package" if package is None else f"{package} {_versions[package]}"
     listed = "".join(f"\n  {name}: {purpose}" for name, purpose in gone.items())
     raise RuntimeError(
-        f"{kind.__name__} of {what} has no longer what safeckpt relies on:{listed}\n"
+        f"{owner} of {what} has no longer what safeckpt relies on:{listed}\n"
         "Nothing was changed and nothing is trained. Next: install a version of it that safeckpt was tested with."
     )
 

@@ -18,7 +18,6 @@ So the trainer is given a class derived from its own, which overrides those in `
 from __future__ import annotations
 
 import contextlib
-import inspect
 import json
 import logging
 import os
@@ -27,9 +26,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from safeckpt import Checkpoint, CheckpointManager, NonFiniteError
-from safeckpt.integrations.accelerate import OnNonfinite, check_accelerator, default_stop_signals, named
+from safeckpt.integrations.accelerate import check_accelerator, named
 from safeckpt.integrations.accelerate.loader import PreparedLoader
-from safeckpt.integrations.requirements import check_hooks, requires
+from safeckpt.integrations.arguments import (
+    OnNonfinite,
+    check_on_nonfinite,
+    stop_signals_or_default,
+    with_components,
+)
+from safeckpt.integrations.requirements import check_code, check_hooks, requires
 
 requires("transformers", "5.2", "6", "transformers")
 
@@ -265,10 +270,9 @@ class _Session:
         }
         if accelerator.scaler is not None:
             parts["scaler"] = accelerator.scaler
-        if clashes := sorted(parts.keys() & self._components.keys()):
-            raise ValueError(f"components has names that are taken: {', '.join(clashes)}")
+        parts = with_components(parts, self._components)
         self._begin_sums()
-        self.manager = CheckpointManager(self._directory, parts | dict(self._components), **self._options)
+        self.manager = CheckpointManager(self._directory, parts, **self._options)
         restored = self.manager.restore(streams=False)
         self._awaits_streams = restored is not None
         self._saved_step = self.manager.step
@@ -567,16 +571,14 @@ def safe(
         >>> trainer = safe(Trainer(model, args, train_dataset=data), "runs/x", save_every=100)  # doctest: +SKIP
         >>> trainer.train()  # doctest: +SKIP
     """
-    if on_nonfinite not in ("raise", "rollback"):
-        raise ValueError(f'on_nonfinite is "raise" or "rollback"; got {on_nonfinite!r}')
+    check_on_nonfinite(on_nonfinite)
     _refuse_kind(trainer)
     check_hooks(trainer, _HOOKS)
-    _check_loop()
+    check_code(Trainer._inner_training_loop, _SET_BY_LOOP)
     check_hooks(trainer_module, _HOOKS_OF_MODULE)
     check_hooks(TrainerState(), dict.fromkeys(_PROGRESS, "how far the run has got"))
     _refuse_arguments(trainer.args)
     check_accelerator(trainer.accelerator)
-    signals = default_stop_signals() if stop_signals is None else stop_signals
     session = _Session(
         trainer,
         directory,
@@ -584,25 +586,13 @@ def safe(
         on_nonfinite=on_nonfinite,
         max_rollbacks=max_rollbacks,
         saves_last=save_on_exit,
-        options={"stop_signals": signals, **options},
+        options={"stop_signals": stop_signals_or_default(stop_signals), **options},
     )
     trainer.args.save_only_model = True
     kind = type(trainer)
     trainer.__class__ = type(kind.__name__, (_Safe, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
     trainer._safeckpt = session
     return trainer
-
-
-def _check_loop() -> None:
-    """Check that the loop sets what its state is read from and put back into."""
-    names = inspect.unwrap(Trainer._inner_training_loop).__code__.co_names
-    gone = {name: purpose for name, purpose in _SET_BY_LOOP.items() if name not in names}
-    if gone:
-        listed = "".join(f"\n  {name}: {purpose}" for name, purpose in gone.items())
-        raise RuntimeError(
-            f"Trainer._inner_training_loop of transformers does not set what safeckpt relies on:{listed}\n"
-            "Nothing was changed and nothing is trained. Next: install a version that safeckpt was tested with."
-        )
 
 
 def _refuse_call(resume_from_checkpoint: Any, trial: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from safeckpt.integrations.requirements import check_hooks, requires
+from safeckpt.integrations.requirements import check_code, check_hooks, requires
 
 TORCH = metadata.version("torch")
 
@@ -102,6 +102,15 @@ def test_what_is_gone_is_named_with_package_and_version(owner: Any) -> None:
     lines = str(caught.value).splitlines()
     assert lines[1:3] == ["  _leap: a leap", "  _run.inner: the inside"]
     assert "Next: install a version" in lines[3]
+
+
+def test_what_a_function_no_longer_sets_is_named() -> None:
+    """Of what is there only while a loop runs, the code of the loop is asked."""
+    requires("torch", "2.10", None, "test")
+    check_code(torch.nn.Linear.__init__, {"in_features": "a size"})
+    with pytest.raises(RuntimeError, match="Linear.__init__ of torch") as caught:
+        check_code(torch.nn.Linear.__init__, {"in_features": "a size", "_leap": "a leap"})
+    assert str(caught.value).splitlines()[1:2] == ["  _leap: a leap"]
 
 
 def test_room_itself_imports_no_trainer() -> None:

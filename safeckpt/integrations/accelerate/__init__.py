@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
-import threading
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from safeckpt import Checkpoint, CheckpointManager, NonFiniteError, register_wrapper
 from safeckpt.integrations.accelerate.loader import PreparedLoader
+from safeckpt.integrations.arguments import (
+    OnNonfinite,
+    check_on_nonfinite,
+    stop_signals_or_default,
+    with_components,
+)
 from safeckpt.integrations.requirements import check_hooks, requires
 
 requires("accelerate", "1.10", "2", "accelerate")
@@ -30,8 +34,6 @@ from accelerate.utils import DistributedType, broadcast_object_list  # noqa: E40
 __all__ = ["AcceleratorManager", "OnNonfinite", "PreparedLoader", "safe"]
 
 _log = logging.getLogger("safeckpt")
-
-OnNonfinite: TypeAlias = Literal["raise", "rollback"]
 
 _HOOKS = {
     "_models": "the models that were prepared",
@@ -201,8 +203,7 @@ def safe(
         ...         if accelerator.sync_gradients:
         ...             manager.end_step(manager.step + 1, loss=loss)
     """
-    if on_nonfinite not in ("raise", "rollback"):
-        raise ValueError(f'on_nonfinite is "raise" or "rollback"; got {on_nonfinite!r}')
+    check_on_nonfinite(on_nonfinite)
     if on_nonfinite == "rollback" and len(loaders) != 1:
         raise ValueError(
             f'on_nonfinite="rollback" leaves out the batches of the step that failed, which needs one loader; got '
@@ -212,16 +213,14 @@ def safe(
     seed = shared_seed()
     prepared = tuple(PreparedLoader(loader, seed=seed, finds_last=True) for loader in loaders)
     found = prepared_objects(accelerator) | named("loader", [loader.resumable for loader in prepared])
-    if clashes := sorted(found.keys() & (components or {}).keys()):
-        raise ValueError(f"components has names that are taken: {', '.join(clashes)}")
     manager = AcceleratorManager(
         accelerator,
         directory,
-        found | dict(components or {}),
+        with_components(found, components or {}),
         loader=prepared[0] if prepared else None,
         on_nonfinite=on_nonfinite,
         max_rollbacks=max_rollbacks,
-        stop_signals=default_stop_signals() if stop_signals is None else stop_signals,
+        stop_signals=stop_signals_or_default(stop_signals),
         **options,
     )
     try:
@@ -278,11 +277,6 @@ def shared_seed() -> int:
     drawn = [int(torch.empty((), dtype=torch.int64).random_().item())]
     broadcast_object_list(drawn)
     return drawn[0]
-
-
-def default_stop_signals() -> tuple[int, ...]:
-    """Return SIGTERM, in the main thread, where alone Python allows handlers."""
-    return (signal.SIGTERM,) if threading.current_thread() is threading.main_thread() else ()
 
 
 def _counts(accelerator: Accelerator) -> dict[str, int]:

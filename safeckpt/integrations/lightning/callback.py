@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch import Callback
@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
 import safeckpt
+from safeckpt.integrations.arguments import OnNonfinite, check_on_nonfinite
 from safeckpt.integrations.lightning.safe_points import RolledBack, SafePoints
 from safeckpt.integrations.lightning.support import refuse_loaders, refuse_restored, refuse_unsupported
 from safeckpt.integrations.lightning.trainer_state import HookState, TrainerState
@@ -69,7 +70,7 @@ class SafeCheckpoint(Callback):
         *,
         save_every: int | dt.timedelta | None = None,
         components: Mapping[str, Any] | None = None,
-        on_nonfinite: Literal["raise", "rollback"] = "raise",
+        on_nonfinite: OnNonfinite = "raise",
         max_rollbacks: int = 3,
         stop_signals: Iterable[int] = (signal.SIGTERM,),
         **options: Any,
@@ -79,8 +80,7 @@ class SafeCheckpoint(Callback):
             raise TypeError(
                 f"{', '.join(unknown)}: no option of CheckpointManager; those are {', '.join(sorted(known))}"
             )
-        if on_nonfinite not in {"raise", "rollback"}:
-            raise ValueError(f'on_nonfinite is "raise" or "rollback"; got {on_nonfinite!r}')
+        check_on_nonfinite(on_nonfinite)
         if taken := sorted(name for name in components or () if name.rstrip("0123456789") in _NAMES):
             raise ValueError(f"components: {', '.join(taken)} is a name of what SafeCheckpoint registers itself")
         guard = options.pop("guard", safeckpt.Guard())
