@@ -108,7 +108,7 @@ def test_what_a_function_no_longer_sets_is_named() -> None:
     """Of what is there only while a loop runs, the code of the loop is asked."""
     requires("torch", "2.10", None, "test")
     check_code(torch.nn.Linear.__init__, {"in_features": "a size"})
-    with pytest.raises(RuntimeError, match="Linear.__init__ of torch") as caught:
+    with pytest.raises(RuntimeError, match=r"Linear\.__init__ of torch") as caught:
         check_code(torch.nn.Linear.__init__, {"in_features": "a size", "_leap": "a leap"})
     assert str(caught.value).splitlines()[1:2] == ["  _leap: a leap"]
 
