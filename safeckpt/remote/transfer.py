@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from safeckpt.errors import DamagedCheckpointError
 from safeckpt.file import INDEX, open_checkpoint, open_file
 from safeckpt.file.checksum import ChunkDigest
+from safeckpt.file.reading.source import Readable
 from safeckpt.file.trailer import TRAILER_BYTES, Trailer
 from safeckpt.remote import keys
 from safeckpt.remote.client import PART_BYTES, Client
@@ -297,7 +298,7 @@ def _check_file(remote: RemoteCheckpoint) -> Callable[[BinaryIO], None]:
 # -- looks -----------------------------------------------------------------------------------------------------------
 
 
-class RemoteFile(io.RawIOBase):
+class RemoteFile(Readable):
     """An object as a file to read: small reads fetch little, and reading on fetches ever more, up to a part.
 
     Args:
@@ -307,18 +308,17 @@ class RemoteFile(io.RawIOBase):
     """
 
     def __init__(self, client: Client, key: str, size: int) -> None:
+        super().__init__(size)
         self.name = f"{client.url}/{key}"
         self._client = client
         self._key = key
-        self._size = size
-        self._position = 0
         self._windows: list[tuple[int, memoryview]] = []  # the one that is read, and one that was: a trailer
         self._ahead = _FIRST_BYTES
 
     def readinto(self, buffer: Any) -> int:
         """Read into a buffer, as much as one request gives."""
         view = memoryview(buffer).cast("B")
-        if not len(view) or self._position >= self._size:
+        if not len(view) or self._position >= self._size_bytes:
             return 0
         start, data = self._window()
         piece = data[self._position - start :][: len(view)]
@@ -333,29 +333,12 @@ class RemoteFile(io.RawIOBase):
                 return start, data
         reads_on = any(at == start + len(data) for start, data in self._windows)
         self._ahead = min(2 * self._ahead, PART_BYTES) if reads_on else _FIRST_BYTES
-        length = min(self._ahead, self._size - at)
+        length = min(self._ahead, self._size_bytes - at)
         data = self._client.read(self._key, at, length).cast("B")
         if not len(data):
             raise DamagedCheckpointError(path=self.name, reason=f"it ends at byte {at}")
         self._windows = [(at, data), *self._windows[:1]]
         return at, data
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Move the position."""
-        self._position = max(0, {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence] + offset)
-        return self._position
-
-    def tell(self) -> int:
-        """Return the position."""
-        return self._position
-
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
 
 
 def open_remote(client: Client, remote: RemoteCheckpoint) -> CheckpointFile:

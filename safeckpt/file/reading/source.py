@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Part", "Source", "SourceState", "source_of"]
+__all__ = ["Part", "Readable", "Source", "SourceState", "source_of"]
 
 _READ_BYTES = 1 << 20  # at a time and thread: stays in the cache between the read and its checksum
 _SMALL_BYTES = 256 << 10
@@ -228,37 +228,20 @@ class Source:
         return crc
 
 
-class Part(io.RawIOBase):
-    """A part of an open file, as a file to read.
+class Readable(io.RawIOBase):
+    """So many bytes as a file to read. What is derived from it has `readinto`.
 
     Args:
-        source: The file.
-        offset: Where the part begins.
-        length: Its length.
-
-    Raises:
-        DamagedCheckpointError: The file does not have so many bytes.
+        size_bytes: How many there are.
     """
 
-    def __init__(self, source: Source, offset: int, length: int) -> None:
-        if not 0 <= offset <= offset + length <= source.size_bytes:
-            raise DamagedCheckpointError(path=source.path, reason=f"it has no bytes {offset} to {offset + length}")
-        self.name = source.path
-        self._source = source
-        self._offset = offset
-        self._length = length
+    def __init__(self, size_bytes: int) -> None:
+        self._size_bytes = size_bytes
         self._position = 0
-
-    def readinto(self, buffer: Any) -> int:
-        """Read into a buffer, as much as there is."""
-        view = memoryview(buffer).cast("B")[: max(0, self._length - self._position)]
-        self._source.read_into(view, self._offset + self._position)
-        self._position += len(view)
-        return len(view)
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         """Move the position."""
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size_bytes}[whence]
         self._position = max(0, start + offset)
         return self._position
 
@@ -273,6 +256,34 @@ class Part(io.RawIOBase):
     def seekable(self) -> bool:
         """Return True."""
         return True
+
+
+class Part(Readable):
+    """A part of an open file, as a file to read.
+
+    Args:
+        source: The file.
+        offset: Where the part begins.
+        length: Its length.
+
+    Raises:
+        DamagedCheckpointError: The file does not have so many bytes.
+    """
+
+    def __init__(self, source: Source, offset: int, length: int) -> None:
+        if not 0 <= offset <= offset + length <= source.size_bytes:
+            raise DamagedCheckpointError(path=source.path, reason=f"it has no bytes {offset} to {offset + length}")
+        super().__init__(length)
+        self.name = source.path
+        self._source = source
+        self._offset = offset
+
+    def readinto(self, buffer: Any) -> int:
+        """Read into a buffer, as much as there is."""
+        view = memoryview(buffer).cast("B")[: max(0, self._size_bytes - self._position)]
+        self._source.read_into(view, self._offset + self._position)
+        self._position += len(view)
+        return len(view)
 
 
 def _descriptor(file: IO[bytes]) -> int | None:
