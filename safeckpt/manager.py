@@ -177,10 +177,15 @@ class CheckpointManager:
         # Last: a manager that was refused leaves no hook on an optimizer behind.
         self._capturer = Capturer(run, guard, grads, components, is_staged=async_save)
         self._restorer = Restorer(run)
-        progress = None if progress is None else functools.partial(progress, "save")
-        self._saver = Saver(run, self._capturer, self._restorer, pruning, asynchronous=async_save, progress=progress)
-        if self._hook is not None:
-            self._saver.committed.append(self._hook.committed)
+        self._saver = Saver(
+            run,
+            self._capturer,
+            self._restorer,
+            pruning,
+            asynchronous=async_save,
+            progress=None if progress is None else functools.partial(progress, "save"),
+            on_commit=None if self._hook is None else self._hook.committed,
+        )
         self._steps = Steps(run, self._capturer, self._saver, lambda: self._signals.requested)
         self._rollback = Rollback(run, self._restorer, self._saver, self._steps)
 

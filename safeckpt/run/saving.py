@@ -126,9 +126,7 @@ class Saver:
         pruning: Deletes what is no longer needed.
         asynchronous: Whether a thread writes.
         progress: Told how much of a file is written.
-
-    Attributes:
-        committed: Called with each checkpoint after its commit, on rank 0.
+        on_commit: Called with each checkpoint after its commit, on rank 0.
     """
 
     def __init__(
@@ -140,6 +138,7 @@ class Saver:
         *,
         asynchronous: bool,
         progress: Progress | None = None,
+        on_commit: Callable[[Checkpoint], object] | None = None,
     ) -> None:
         self._run = run
         self._capturer = capturer
@@ -150,7 +149,7 @@ class Saver:
         self._is_checked = False
         self._is_warm = False
         self._background = BackgroundWriter()
-        self.committed: list[Callable[[Checkpoint], object]] = []
+        self._on_commit = on_commit
         self._memory: MemoryCopy | None = None
         self._drift: str | None = None  # what the save before has found, and nobody was told
         self._plans = PlanCache()
@@ -509,8 +508,8 @@ class Saver:
             raise
         run.directory.add_saved_event(checkpoint)
         self._pruning.prune(checkpoint.step)
-        for call in self.committed:
-            call(checkpoint)
+        if self._on_commit is not None:
+            self._on_commit(checkpoint)
         return checkpoint
 
     def _mirror(self, group: Group, what: str, step: int) -> None:
