@@ -7,7 +7,7 @@ import random
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -70,3 +70,10 @@ def public_path() -> Iterator[Path]:
     yield path
     path.chmod(0o700)
     shutil.rmtree(path)
+
+
+@pytest.fixture(scope="module")
+def straights(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Where a module's tests keep the straight run with some options, which many of them compare with."""
+    folder = tmp_path_factory.getbasetemp() / "straight" / request.module.__name__
+    return lambda **options: folder / repr(sorted(options.items()))

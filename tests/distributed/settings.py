@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -259,13 +260,12 @@ def ddp_averaged() -> Trained:
     return trained(model, adamw(model), after=lambda: averaged.update_parameters(model.module), averaged=averaged)
 
 
-@pair
-def ddp_between_micro_steps() -> Trained:
-    model = ddp(net())
+def accumulated(model: Any, first: Callable[[], AbstractContextManager[Any]]) -> Trained:
+    """Return a training of which every second number ends a step; the micro-steps before are in a context."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(number: int) -> float:
-        with model.no_sync() if number % 2 else contextlib.nullcontext():
+        with first() if number % 2 else contextlib.nullcontext():
             loss = loss_of(model, number)
             loss.backward()
         if number % 2 == 0:
@@ -274,6 +274,12 @@ def ddp_between_micro_steps() -> Trained:
         return loss.item()
 
     return Trained({"model": model, "optimizer": optimizer}, step)
+
+
+@pair
+def ddp_between_micro_steps() -> Trained:
+    model = ddp(net())
+    return accumulated(model, model.no_sync)
 
 
 @pair
@@ -458,18 +464,7 @@ def fsdp_row_statistics() -> Trained:
 
 @pair
 def fsdp_accumulated() -> Trained:
-    model = fsdp(net())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step(number: int) -> float:
-        loss = loss_of(model, number)
-        loss.backward()
-        if number % 2 == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-        return loss.item()
-
-    return Trained({"model": model, "optimizer": optimizer}, step)
+    return accumulated(fsdp(net()), contextlib.nullcontext)
 
 
 @pair

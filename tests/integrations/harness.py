@@ -19,13 +19,14 @@ import os
 import signal
 import uuid
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import Dataset
@@ -56,6 +57,13 @@ PLACES = {
     "during validation": Place("validation", 4),
     "during a save": Place("write", 12),
 }
+# For a validation that is recorded as one event.
+PLACES_OF_SHORT_VALIDATIONS = PLACES | {"during validation": Place("validation", 2)}
+
+
+def mostly_slow(names: Iterable[str], plain: Collection[str] = ("middle of an epoch", "last batch")) -> list[Any]:
+    """Return the parameters of a test, of which all but a few are left to the slow run."""
+    return [name if name in plain else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 class Samples(Dataset):

@@ -80,19 +80,10 @@ def _shard(accelerator):
 
 
 # With a validation at the end of each epoch, all of them in an epoch that is not the first.
-PLACES = harness.PLACES | {"during validation": harness.Place("validation", 2)}
-SHORT = ("middle of an epoch", "last batch")
+PLACES = harness.PLACES_OF_SHORT_VALIDATIONS
 
 
-@pytest.fixture(scope="module")
-def straights(tmp_path_factory):
-    """Return where the straight run with some options is kept."""
-    return lambda **options: tmp_path_factory.getbasetemp() / "straight" / repr(sorted(options.items()))
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.slow) for name in PLACES]
-)
+@pytest.mark.parametrize("name", harness.mostly_slow(PLACES))
 @pytest.mark.parametrize("async_save", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_resume_is_the_same_run(tmp_path, straights, name, async_save):
     """Killed at any place, saved at every second step."""
@@ -117,9 +108,7 @@ def test_resume_with_options_is_the_same_run(tmp_path, straights, name, options)
     harness.assert_exact(train, tmp_path, PLACES[name], straight=straights(**options), **options)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "middle of an epoch" else pytest.param(name, marks=pytest.mark.slow) for name in PLACES]
-)
+@pytest.mark.parametrize("name", harness.mostly_slow(PLACES, plain=["middle of an epoch"]))
 def test_resume_of_two_ranks_is_the_same_run(tmp_path, straights, name):
     """Under DDP each rank has its own samples, and its own random numbers; all of them come back."""
     comparisons = harness.assert_exact(train, tmp_path, PLACES[name], ranks=2, straight=straights(ranks=2))

@@ -149,19 +149,10 @@ def train(path, record, *, arguments=None, tokens=False, stock=False, **options)
     safe(trainer, path / "checkpoints", **options).train()
 
 
-PLACES = harness.PLACES | {"during validation": harness.Place("validation", 2)}
-SHORT = ("middle of an epoch", "last batch")
+PLACES = harness.PLACES_OF_SHORT_VALIDATIONS
 
 
-@pytest.fixture(scope="module")
-def straights(tmp_path_factory):
-    """Return where the straight run with some options is kept."""
-    return lambda **options: tmp_path_factory.getbasetemp() / "straight-hf" / repr(sorted(options.items()))
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.slow) for name in PLACES]
-)
+@pytest.mark.parametrize("name", harness.mostly_slow(PLACES))
 @pytest.mark.parametrize("async_save", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_resume_is_the_same_run(tmp_path, straights, name, async_save):
     """Killed at any place, saved at every second step."""
