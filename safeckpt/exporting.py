@@ -7,6 +7,7 @@ here without the package safetensors, since its writer wants all tensors in memo
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -21,6 +22,7 @@ import torch
 
 from safeckpt.errors import ComponentMismatchError, UnsavableStateError, listed
 from safeckpt.file import DTYPE_NAMES, TensorSource, encode, load_lazily, open_checkpoint, prepare
+from safeckpt.remote import is_url, local_copy
 from safeckpt.state import RESERVED_KEY
 from safeckpt.state.tree import ENTER, map_tree
 from safeckpt.store import commit, commit_several, expand_user
@@ -69,8 +71,8 @@ def export(
     is disturbed.
 
     Args:
-        path: A checkpoint of a `CheckpointManager`, or a file of `save` or `torch.save` that holds a dict; then its
-            keys stand for components.
+        path: A checkpoint of a `CheckpointManager`, its URL in an object store, or a file of `save` or `torch.save`
+            that holds a dict; then its keys stand for components.
         component: Its name, such as "model".
         target: Where to. The ending decides the format: `.safetensors`, or `.pt` and `.pth` for a file of torch.
         dtype: What floating tensors are converted to, such as `torch.bfloat16` or "bfloat16"; None leaves them.
@@ -93,6 +95,7 @@ def export(
 
     Cost:
         Reads the checkpoint twice. Memory for the largest tensor; for `.pt` of a sharded checkpoint, for the component.
+        One in a store is first brought to the directory for temporary files, and deleted from there at the end.
 
     A tensor that has several names (tied weights) is written under each of them. Views are written as what they show.
     When the process is killed while several files are written, their index is missing, and loaders find nothing.
@@ -112,7 +115,7 @@ def export(
     if most_bytes is not None and to.suffix != _SAFETENSORS:
         raise ValueError(f"max_shard_size is for {_SAFETENSORS}; {target} is one file")
     _refuse_existing(to, overwrite=overwrite)
-    with open_checkpoint(expand_user(path)) as file:
+    with _local(path) as copy, open_checkpoint(copy) as file:
         file.verify()
         payload, source = load_lazily(file)
         part = _component_of(payload, component, path)
@@ -120,6 +123,11 @@ def export(
             return _write_torch(part, component, to, wanted, source)
         entries = list(_entries_of(part, component, wanted, source))
         return _write_safetensors(entries, to, most_bytes, source, overwrite=overwrite)
+
+
+def _local(path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[str | os.PathLike[str]]:
+    """Return where a checkpoint can be opened; of one in a store this is a copy that the block deletes at its end."""
+    return local_copy(str(path)) if is_url(str(path)) else contextlib.nullcontext(expand_user(path))
 
 
 def _component_of(payload: Any, component: str, path: object) -> Any:

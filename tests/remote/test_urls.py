@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -97,12 +98,26 @@ def test_latest_best_and_log_of_a_url(saved: MemoryStore, capsys: pytest.Capture
     assert {"saved", "mirrored"} <= kinds
 
 
-def test_show_diff_and_extract_of_a_url(saved: MemoryStore, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """What one file takes, a URL of one is as good for."""
+def test_show_diff_and_extract_of_a_url(
+    saved: MemoryStore, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one file takes, a URL of one is as good for; of its local copy nothing stays."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     shown = answer(capsys, "show", url_of(2))
     assert (shown["path"], shown["step"]) == (url_of(2), 2)
     assert answer(capsys, "diff", url_of(2), url_of(2))["equal"]
     assert not answer(capsys, "diff", url_of(2), url_of(3), code=1)["equal"]
+    target = tmp_path / "model.pt"
+    assert answer(capsys, "extract", url_of(2), "model", "-o", str(target))["component"] == "model"
+    assert torch.equal(safeckpt.load(target)["value"], torch.full((3,), 2.0))
+    newest = safeckpt.latest(URL)
+    assert newest is not None
+    assert safeckpt.export(newest.path, "model", tmp_path / "model.safetensors") == (tmp_path / "model.safetensors",)
+    spoil(saved, 2)
+    with pytest.raises(safeckpt.DamagedCheckpointError, match=url_of(2)):
+        safeckpt.export(url_of(2), "model", target, overwrite=True)
+    assert not list((tmp_path / "temporary").iterdir())
 
 
 def test_verify_of_a_url_finds_damage(saved: MemoryStore, capsys: pytest.CaptureFixture[str]) -> None:
