@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from safeckpt.system.for_loops import is_asked_by_for_loop
 
-__all__ = ["BeforeNext", "Enumeration", "Iteration", "Mark", "Pass"]
+__all__ = ["BeforeNext", "Enumeration", "EpochEnded", "Iteration", "Mark", "Pass"]
 
 _ticks = itertools.count()
 
@@ -128,6 +128,29 @@ class Pass:
         self.steps += 1
 
 
+class EpochEnded(StopIteration):
+    """The end of an epoch. A `for` takes it as any other; a `next` of the user's shows its text."""
+
+    def __init__(self, progress: Pass) -> None:
+        super().__init__()
+        self._epoch = progress.epoch
+        self._is_empty = not progress.count
+
+    def __str__(self) -> str:
+        """Return what has happened, and how to go on."""
+        if not self._is_empty:
+            return (
+                f"epoch {self._epoch} of this ResumableLoader is at its end; the next iter(loader) begins another one"
+            )
+        return (
+            f"no batch of epoch {self._epoch} of this ResumableLoader is left: the restored position is at its end, as "
+            "that of a run which was saved at the last batch is. Nothing was changed. A loop "
+            "(for epoch in loader.epochs(n): for batch in loader: ...) goes on with what follows the inner loop, and "
+            "then with the next epoch, whose batches another iter(loader) gives as well. To look at a batch for its "
+            "shape, do it before the restore"
+        )
+
+
 class BeforeNext(Protocol):
     """Called when a loader is asked for its next batch, before it is fetched."""
 
@@ -186,7 +209,7 @@ class Iteration:
                 position.finish(progress)
                 self.ended = True
                 self._deliveries = iter(())
-                raise
+                raise EpochEnded(progress) from None
             if position.hands_out(progress, number):
                 return batch
 

@@ -228,3 +228,55 @@ def test_look_leaves_a_generator_of_the_sampler_where_it_was():
     other = ResumableLoader(dataloader("custom, own generator"), seed=1)
     assert list(loader) == list(other)
     assert before != sampler.generator.bit_generator.state == other.sampler.generator.bit_generator.state
+
+
+def at_the_end():
+    """Return a state that was saved at the last batch of the first epoch."""
+    loader = ResumableLoader(dataloader("shuffle"), seed=1)
+    loader.expect_end_step()
+    for _ in loader.epochs(1):
+        for step, _ in enumerate(loader, 1):
+            loader.end_step(step)
+            if loader.batch == len(loader):
+                return loader.state_dict()
+    raise AssertionError
+
+
+def test_next_without_a_batch_left_says_so_and_how_to_go_on():
+    """A glance by `next` at a loader that was restored to the end of an epoch shows more than a bare StopIteration."""
+    loader = ResumableLoader(dataloader("shuffle"))
+    loader.load_state_dict(at_the_end())
+    with pytest.raises(StopIteration, match=r"no batch of epoch 0 .* is left.*loader\.epochs\(n\).*before the restore"):
+        next(iter(loader))
+    assert train(loader)[1:] == straight("shuffle")[1:]  # and it has moved nothing
+
+
+def test_end_of_an_epoch_is_the_end_of_any_iterator():
+    """`for`, `next` with a default, `zip`, `yield from` and a hand-written loop see an ordinary end."""
+    loader = ResumableLoader(dataloader("shuffle"), seed=1)
+    assert [len(list(loader)), len(list(zip(loader, range(100), strict=False)))] == [len(loader), len(loader)]
+
+    def endless():
+        while True:
+            assert (yield from loader) is None
+
+    batches, count = endless(), 3 * len(loader)
+    assert len([next(batches) for _ in range(count)]) == count
+    iterator = iter(loader)
+    assert len(list(iterator)) == len(loader)
+    with pytest.raises(StopIteration):
+        next(iterator)
+    assert next(iterator, None) is None
+
+
+@pytest.mark.parametrize("announce", [True, False])
+def test_hand_written_loop_goes_on_with_the_next_epoch_after_an_empty_rest(announce):
+    """`except StopIteration: iterator = iter(loader)` finds the next epoch's batches there."""
+    loader = ResumableLoader(dataloader("shuffle"))
+    if announce:
+        loader.expect_end_step()
+    loader.load_state_dict(at_the_end())
+    iterator = iter(loader)
+    with pytest.raises(StopIteration):
+        next(iterator)
+    assert list(loader) == straight("shuffle")[1]
