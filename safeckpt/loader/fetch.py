@@ -48,10 +48,12 @@ class Start(NamedTuple):
     Attributes:
         record: Its record there, None at the beginning of an epoch.
         ends: How the epoch before ended: its number, its seed and the records of all workers.
+        unread: The state of the dataset before the run has read of it; None where it has told none.
     """
 
     record: dict[str, Any] | None
     ends: tuple[int, int, list[dict[str, Any]]] | None
+    unread: Any = None
 
 
 def _identity(batch: T) -> T:
@@ -192,7 +194,7 @@ class IterableFetch:
         self._seeded = Seeded(None if self.stateful else self.dataset, self._collate_fn)
         self._run = -1
         self._iterator: Any = None
-        self._unused: Any = None
+        self._unread: Any = None
         self._used = False
         self._ended = False
         self._differs = False
@@ -210,7 +212,7 @@ class IterableFetch:
             return copy.deepcopy(self._iterator.state_dict())
         return None
 
-    def _early_state(self) -> Any:
+    def early_state(self) -> Any:
         """Return the state before anything was drawn: some datasets have one only once they are iterated."""
         try:
             return self._state()
@@ -233,9 +235,8 @@ class IterableFetch:
 
     def _start(self, epoch: int, seed: int, worker: int, start: Start | None) -> None:
         """Bring the dataset to where this worker goes on."""
-        before = self._early_state() if self.stateful and not self._used else None
-        if not self._used:
-            self._unused = before
+        if not self._used and self.stateful:
+            self._unread = self.early_state()
         record = None if start is None else start.record
         if start is not None and (record is None or (record["state"] is None and self.stateful)):
             self._end_epoch_before(start, worker)
@@ -257,8 +258,9 @@ class IterableFetch:
         if not self.stateful:
             return
         if start.ends is None:
-            if self._used and self._unused is not None:
-                self.dataset.load_state_dict(copy.deepcopy(self._unused))
+            unread = self._unread if start.unread is None else start.unread
+            if unread is not None and not self._is_at(unread):
+                self.dataset.load_state_dict(copy.deepcopy(unread))
             return
         epoch, seed, records = start.ends
         record = records[worker]
@@ -281,7 +283,7 @@ class IterableFetch:
                 (self.dataset if self.stateful else self._iterator).load_state_dict(copy.deepcopy(state))
 
         self._seeded.run(mix(seed, 0), begin)
-        self._record = {"drawn": at, "at": at, "state": self._early_state(), "ended": False, "digest": 0}
+        self._record = {"drawn": at, "at": at, "state": self.early_state(), "ended": False, "digest": 0}
         if state is not None:
             self._record["state"] = state
 
@@ -295,12 +297,14 @@ class IterableFetch:
 
     def _has_begun_anew(self, state: Any) -> bool:
         """Return whether `iter` has set back a dataset that is its own iterator, as that of a file or a list is."""
-        if not self.stateful or self._iterator is not self.dataset:
-            return False
+        return self.stateful and self._iterator is self.dataset and not self._is_at(state)
+
+    def _is_at(self, state: Any) -> bool:
+        """Return whether the dataset has a state already, as far as that can be told."""
         try:
-            return not same(state, self._state())
-        except (TypeError, ValueError, RuntimeError):  # values that cannot be compared
-            return True
+            return same(state, self._state())
+        except _NOT_ITERATED:  # it has none yet, or values that cannot be compared
+            return False
 
     def _draw(self, seed: int, *, collate: bool) -> Any:
         """Return the next batch, or `END`, and note where that leads."""

@@ -6,7 +6,7 @@ Each worker's dataset gets its state back, or draws as many batches as before an
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
@@ -87,7 +87,8 @@ class IterableSource:
 
     Snapshot: "workers", the record of each (`IterableFetch`), empty at the start of an epoch; "turn", the worker
     whose batch comes next; "stateful", whether records hold states; "ends", how the epoch before this one ended, since
-    a dataset with a state may carry something from epoch to epoch.
+    a dataset with a state may carry something from epoch to epoch; "unread", its state before the first, until that has
+    ended: the dataset may have been read from before a loader is made of it.
     """
 
     kind = "iterable"
@@ -104,6 +105,7 @@ class IterableSource:
         self._epoch = 0
         self._touched = False  # whether workers were asked for anything, and are where the last epoch left them
         self._ends: dict[str, Any] | None = None
+        self._unread: Any = None
         self.progress = _Progress([], 0)
 
     def inputs(self, epoch: int | None = None) -> dict[str, Any]:
@@ -122,7 +124,8 @@ class IterableSource:
         """Bring each worker's dataset to its place, and hand out what they give in turn."""
         explicit = snapshot is not None or not (self._lives_on and self._touched)
         if snapshot is not None:
-            self._ends = snapshot.get("ends")
+            self._ends, self._unread = snapshot.get("ends"), snapshot.get("unread")
+        unread = self._first_state()
         saved = [] if snapshot is None else [dict(record) for record in snapshot["workers"]]
         turn = snapshot["turn"] if snapshot is not None and saved else 0
         self._tell_of_discarding(saved, epoch, batch)
@@ -132,7 +135,7 @@ class IterableSource:
             if self._ends is not None:
                 before = self._ends["epoch"]
                 ends = (before, seed_for(BATCHES, seed, before, rank_of([])), self._ends["workers"])
-            starts = {worker: Start(saved[worker] if saved else None, ends) for worker in range(self._count)}
+            starts = {worker: Start(saved[worker] if saved else None, ends, unread) for worker in range(self._count)}
         self._run += 1
         self._epoch = epoch
         self._fetch.epoch = -1
@@ -168,29 +171,37 @@ class IterableSource:
 
     def between(self) -> Snapshot:
         """Return how the last epoch ended."""
-        return self._snapshot([], 0, self._ends)
+        return self._snapshot([], 0, {"ends": self._ends, "unread": self._first_state()})
 
-    def _snapshot(self, records: list[dict[str, Any]], turn: int, ends: dict[str, Any] | None) -> Snapshot:
-        return {"workers": records, "turn": turn, "stateful": self._fetch.stateful, "ends": ends}
+    def _first_state(self) -> Any:
+        """Return the dataset's state before its first epoch, while that has not ended."""
+        if self._unread is None and not self._touched and self._fetch.stateful:
+            self._unread = self._fetch.early_state()
+        return None if self._ends else self._unread
+
+    def _snapshot(self, records: list[dict[str, Any]], turn: int, before: Mapping[str, Any]) -> Snapshot:
+        """Return a snapshot; `before` says how the dataset was at the beginning of the epoch."""
+        made = {"workers": records, "turn": turn, "stateful": self._fetch.stateful, "ends": before.get("ends")}
+        return made if before.get("unread") is None else made | {"unread": before["unread"]}
 
     def within(self, start: Snapshot, place: Any, seed: int, epoch: int, batch: int) -> Snapshot:
         """Return the records of all workers."""
         if place is None:
             return start
-        return self._snapshot([dict(record) for record in place.records], place.turn, start.get("ends"))
+        return self._snapshot([dict(record) for record in place.records], place.turn, start)
 
     def after(self, start: Snapshot, place: Any, seed: int, epoch: int, batch: int) -> Snapshot:
         """Return how this epoch ended; one that was left begins anew, from how the epoch before it had ended."""
         if place is None or not all(record["ended"] for record in place.records):
             return self.beginning(start)  # an epoch that was left begins anew
-        return self._snapshot([], 0, self._ended(epoch, place.records))
+        return self._snapshot([], 0, {"ends": self._ended(epoch, place.records)})
 
     def _ended(self, epoch: int, records: list[dict[str, Any]]) -> dict[str, Any] | None:
         return {"epoch": epoch, "workers": records} if self._fetch.stateful else None
 
     def beginning(self, start: Snapshot) -> Snapshot:
         """Return how the epoch before had ended."""
-        return self._snapshot([], 0, start.get("ends"))
+        return self._snapshot([], 0, start)
 
     def finish(self) -> None:
         """Keep how the epoch ended; raise when it broke off."""

@@ -398,3 +398,27 @@ def test_dataset_that_is_its_own_iterator_resumes_at_every_position(style, optio
     assert sorted(row[0] for batch in run.batches[0] for row in batch) == list(range(13))
     for position in [(0, 1), (0, 3), (1, 0), (1, 2), (2, 4)]:
         assert resumed(one, run.states[position]) == run.rest(position)
+
+
+@pytest.mark.parametrize("read", [4, 100])
+@pytest.mark.parametrize("place", [(0, 0), (0, 3), (0, "left")])
+@pytest.mark.parametrize("options", ["no workers", "3 workers", "3 persistent workers"])
+def test_dataset_that_was_read_from_before_the_loader_was_made_goes_to_its_position(options, place, read):
+    """A dataset with a state is taken to where the run's own was, wherever somebody else has left it."""
+    loader = ResumableLoader(make(StatefulStream, options), seed=1)
+    if place[1] == "left":
+        next(iter(loader))
+        loader.end_epoch()
+    batches = iter(loader)
+    for _ in range(place[1] if place[1] != "left" else 0):
+        next(batches)
+    state = loader.state_dict()
+    expected = list(batches)
+    dataset = StatefulStream()
+    samples = iter(dataset)
+    for _ in range(min(read, 23)):
+        next(samples)
+    other = ResumableLoader(DataLoader(dataset, **{"batch_size": 3, "collate_fn": collate} | OPTIONS[options]))
+    other.load_state_dict(state)
+    assert list(other) == expected
+    assert expected
