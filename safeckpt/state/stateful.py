@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from safeckpt.state.component import Captured, Component, Order, class_name, has_attribute
-from safeckpt.state.containers import from_plain, to_plain
+from safeckpt.state.containers import Members, from_plain, members_in, to_plain, unknown_members, uses_members
 from safeckpt.state.fill import cannot_fill, fill_special, is_special
 from safeckpt.state.guard import Guard, guarded_tensors, nonfinite_floats
 from safeckpt.state.options import overruled
@@ -34,13 +34,19 @@ class StatefulComponent(Component):
     def check(self, captured: Captured) -> list[str]:
         """Ask the object itself, when it can tell, whether the state fits."""
         found = super().check(captured)
+        members = self._members(captured)
+        if not found:
+            found = _unknown_members(captured, members, self.name)
         if not found and has_attribute(self.obj, "check_state"):
-            found = [f"{self.name}: {difference}" for difference in self.obj.check_state(_restored(captured))]
+            found = [f"{self.name}: {difference}" for difference in self.obj.check_state(_restored(captured, members))]
         return found
 
     def apply(self, captured: Captured) -> None:
         """Hand a copy of the state to `load_state_dict`."""
-        self.obj.load_state_dict(_restored(captured))
+        self.obj.load_state_dict(_restored(captured, self._members(captured)))
+
+    def _members(self, captured: Captured) -> Members:
+        return members_in(self.obj.state_dict()) if uses_members(_notes_of(captured)) else {}
 
     def guarded(self, captured: Captured, guard: Guard) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield tensors, and plain floats that are NaN: the best loss so far may be infinite."""
@@ -48,8 +54,17 @@ class StatefulComponent(Component):
         yield from nonfinite_floats(captured.state, self.name, infinite=False)
 
 
-def _restored(captured: Captured) -> Any:
-    return from_plain(copy_tree(captured.state), captured.record.get("containers", []))
+def _notes_of(captured: Captured) -> list[list[Any]]:
+    notes: list[list[Any]] = captured.record.get("containers", [])
+    return notes
+
+
+def _unknown_members(captured: Captured, members: Members, name: str) -> list[str]:
+    return list(unknown_members(captured.state, _notes_of(captured), members, name))
+
+
+def _restored(captured: Captured, members: Members) -> Any:
+    return from_plain(copy_tree(captured.state), _notes_of(captured), members)
 
 
 class ScalerComponent(StatefulComponent):
@@ -147,7 +162,7 @@ class CountersComponent(Component):
             if not _fits(live, value) and not any(keys == str(key) for key in missing):
                 before, now = _kind_of(value), _kind_of(live)
                 found.append(f"{self.name}: entry {keys!r}, which is trained, was {before}, now it is {now}")
-        return found
+        return found + _unknown_members(captured, members_in(self.obj), self.name)
 
     def keep_entries(self, captured: Captured, entries: Collection[str]) -> Captured:
         """Return `captured` with the live values of some entries, which it may not have at all."""
@@ -157,7 +172,7 @@ class CountersComponent(Component):
 
     def apply(self, captured: Captured) -> None:
         """Replace the contents in place, those of inner containers, tensors and arrays as well."""
-        _filled(self.obj, _restored(captured))
+        _filled(self.obj, _restored(captured, members_in(self.obj)))
 
     def guarded(self, captured: Captured, guard: Guard) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors; plain floats may be infinite or NaN, as a metric is before it is computed first."""

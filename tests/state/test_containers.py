@@ -1,5 +1,6 @@
 """Containers and arrays that a file has no word for come back as what they were; trained tensors stay the same ones."""
 
+import enum
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
 
@@ -66,7 +67,7 @@ def test_state_without_such_containers_is_handed_on_as_it_is():
     plain, notes = to_plain(tree, "x")
     assert plain is tree
     assert notes == []
-    assert from_plain(tree, notes) is tree
+    assert from_plain(tree, notes, {}) is tree
 
 
 def test_factory_that_no_file_can_hold_is_refused_by_name(memory_path):
@@ -224,3 +225,87 @@ def test_container_without_names_is_refused_with_the_line_to_write(tmp_path, com
     with CheckpointManager(tmp_path, {"memory": {"items": component}}) as manager:
         manager.save(1)
         manager.restore()
+
+
+class Mode(enum.Enum):
+    """What is watched, and in which direction."""
+
+    MIN = "min"
+    MAX = "max"
+
+
+class Level(enum.IntEnum):
+    """A number with a name."""
+
+    LOW = 1
+
+
+class Switch(enum.Flag):
+    """Of these there are combinations, which have no name of their own."""
+
+    A = 1
+    B = 2
+
+
+class Meter:
+    """An object that is given as `vars(meter)`."""
+
+    def __init__(self, mode):
+        self.mode, self.history, self.level, self.switch = mode, deque([Mode.MIN, (Mode.MAX,)]), Level.LOW, Switch.B
+
+
+@pytest.mark.parametrize("of", [vars, Holder])
+def test_member_of_an_enum_is_kept_by_its_name(of, memory_path):
+    """In `vars(obj)` and in an object's state: a text in the file, the same member afterwards."""
+    with CheckpointManager(
+        memory_path, {"meter": of(Meter(Mode.MAX)) if of is vars else Holder(vars(Meter(Mode.MAX)))}
+    ) as manager:
+        path = manager.save(1).path
+    assert torch.load(path)["meter"] == {
+        "mode": "Mode.MAX", "history": ["Mode.MIN", ("Mode.MAX",)], "level": "Level.LOW", "switch": "Switch.B",
+    }  # fmt: skip
+    meter = Meter(Mode.MIN)
+    meter.history = deque()
+    live = vars(meter) if of is vars else Holder(vars(meter))
+    with CheckpointManager(memory_path, {"meter": live}) as manager:
+        manager.restore()
+    state = live if of is vars else live.state
+    assert bits(state) == bits(vars(Meter(Mode.MAX)))
+    assert state["mode"] is Mode.MAX
+    assert state["level"] is Level.LOW
+
+
+def same_name():
+    class Mode(enum.Enum):
+        MAX = 1
+
+    Mode.__qualname__ = "Mode"
+    return Mode
+
+
+@pytest.mark.parametrize(
+    "live",
+    [None, "Mode.MAX", Level.LOW, enum.Enum("Mode", "OTHER").OTHER, (Mode.MIN, same_name().MAX)],
+    ids=["none", "text", "other class", "other members", "two of the name"],
+)
+@pytest.mark.parametrize("of", [dict, Holder])
+def test_member_that_the_live_object_does_not_know_is_refused(of, live):
+    """No class can be in a file, and a text in the place of a member would compare unequal to everything."""
+    payload = payload_of({"meter": of({"mode": Mode.MAX})})
+    found = refusal(payload, {"meter": of({"mode": live})})
+    assert found[0].startswith("meter.mode: saved as Mode.MAX, and the live object uses no class of which that is a")
+    assert len(found) == 1
+
+
+def test_combination_of_flags_is_refused_when_it_is_saved(memory_path):
+    """It has no name of its own that could be looked up."""
+    manager = CheckpointManager(memory_path, {"meter": {"switch": Switch.A | Switch.B}})
+    with manager, pytest.raises(UnsavableStateError, match=r"save .*\.value"):
+        manager.save(1)
+
+
+def test_text_that_looks_like_a_member_stays_a_text():
+    """What is a member is said beside the state."""
+    live = {"mode": Mode.MIN, "text": ""}
+    give(payload_of({"c": {"mode": Mode.MAX, "text": "Mode.MAX"}}), {"c": live})
+    assert live == {"mode": Mode.MAX, "text": "Mode.MAX"}

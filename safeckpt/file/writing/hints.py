@@ -29,7 +29,7 @@ _REGISTER = "register its type with torch.serialization.add_safe_globals"
 
 # The first row that fits counts, so subclasses stand before their bases. {x} is the key path of the value.
 _HINTS: tuple[tuple[Any, str], ...] = (
-    (enum.Enum, "save {x}.value; of vars(obj) give what changes alone, with state_dict and load_state_dict"),
+    (enum.Enum, "save {x}.value"),
     (np.random.Generator, "save {x}.bit_generator.state, arrays in it as lists"),
     (np.random.BitGenerator, "save {x}.state, arrays in it as lists"),
     (np.random.RandomState, "save {x}.get_state(legacy=False), arrays in it as lists"),
