@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from safeckpt.errors import ComponentMismatchError, StateMismatchError
+from safeckpt.state.aliases import ALIASES, Aliases, find_aliases
 from safeckpt.state.component import Captured, Component, Order, has_attribute
 from safeckpt.state.environment import differences, environment
 from safeckpt.state.fsdp import drop_unreduced, reshard
@@ -57,6 +58,7 @@ def capture(components: Mapping[str, Component], *, gradients: Mapping[str, torc
     reshard(components)  # first of all: optimizers find the names of their parameters in the modules
     with RngStreams.untouched() as rng:
         captured = {name: component.capture() for name, component in components.items()}
+    _note_aliases(components, captured)
     reserved = {
         "components": {name: {"kind": components[name].kind, **one.record} for name, one in captured.items()},
         "ties": _ties(captured),
@@ -67,6 +69,15 @@ def capture(components: Mapping[str, Component], *, gradients: Mapping[str, torc
     payload = {name: one.state for name, one in captured.items()}
     payload[RESERVED_KEY] = reserved
     return Snapshot(payload, [(components[name], one) for name, one in captured.items()])
+
+
+def _note_aliases(components: Mapping[str, Component], captured: dict[str, Captured]) -> None:
+    """Put into the record of each plain dict which of its places hold an object that is in another place as well."""
+    by_component: dict[str, list[list[Any]]] = {}
+    for alias in find_aliases(components, lambda name: captured[name].state):
+        by_component.setdefault(alias.place[0], []).append(alias.as_record())
+    for name, aliases in by_component.items():
+        captured[name] = replace(captured[name], record={**captured[name].record, ALIASES: aliases})
 
 
 def _ties(captured: Mapping[str, Captured]) -> list[list[str]]:
@@ -107,6 +118,7 @@ class Plan:
 
     Attributes:
         parts: What will be applied, by component.
+        aliases: What is one object in several places of plain dicts.
         replaced: Hyper-parameters in which the file overrules the script, `name: live -> saved`.
         environment: Fields of the environment that differ, `field: saved -> now`.
         notices: Other differences that do not keep the state from being applied.
@@ -115,6 +127,7 @@ class Plan:
     parts: list[tuple[Component, Captured]]
     rng: dict[str, Any] | None
     gradients: dict[str, torch.Tensor]
+    aliases: Aliases
     replaced: list[str] = field(default_factory=list)
     environment: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
@@ -137,14 +150,17 @@ class Plan:
             before = _copy_of(parts) if any(component.loads_by_own_code for component, _ in parts) else None
             mixed_before, begun = mixture.names, []
             try:
+                self.aliases.let_go()
                 for component, captured in parts:
                     begun.append(component.name)
                     mixture.add([component.name])
                     component.apply(captured)
+                self.notices += self.aliases.unite()
             except BaseException as error:
+                self.aliases.take_back()
                 changed = begun if before is None else _put_back(before, begun)
                 mixture.back_to({*mixed_before, *changed})
-                error.add_note(_describe_failure(begun[-1], changed))
+                error.add_note(_describe_failure((begun or ["plain dicts"])[-1], changed))
                 raise
         self._set_gradients()
         if self.rng is not None and streams:
@@ -252,13 +268,15 @@ def plan(
         found += _check_gradients(reserved["gradients"], parts)
         if is_partial:
             found += _check_drivers([component for component, _ in parts], components)
+        aliases = Aliases(parts, fresh_entries)
+        found += aliases.check()
         if found:
             raise StateMismatchError(mismatches=found, path=path)
         parts = _keep_live(parts, keep_live)
         replaced = [line for component, captured in parts for line in component.replaced(captured)]
-        notices = [line for component, captured in parts for line in component.notices(captured)]
+        notices = [line for component, captured in parts for line in component.notices(captured)] + aliases.notices()
     changed = differences(reserved["environment"]) if rng is not None else []
-    return Plan(parts, rng, reserved["gradients"], replaced, changed, notices)
+    return Plan(parts, rng, reserved["gradients"], aliases, replaced, changed, notices)
 
 
 def _wanted(
