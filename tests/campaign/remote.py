@@ -8,8 +8,9 @@ import importlib.util
 import itertools
 import random
 import shutil
+import signal
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from safeckpt.remote import Client, RemoteCheckpoint, open_client
 from tests.campaign.outcome import Outcome, Scale, quiet, scratch
 from tests.children import Child
 from tests.crash.stories import WrongBitsError
+from tests.distributed import groups, training
 from tests.manager.helpers import manager_of
 from tests.remote import servers
 from tests.remote.proxy import Fault, Proxy, Request, proxy_of
@@ -29,6 +31,7 @@ _SIZE = 2_200_000  # floats: two parts of an upload
 _FOREIGN = {"notes.txt": b"mine", "epoch-1/step-00000001.pt": b"mine too", "epoch-00000001/weights.bin": b"and this"}
 _TRIES = {"fast": 6, "full": 10_000}  # moments for each act
 _RACES = {"fast": 1, "full": 10}
+_RANK_KILLS = {"fast": 1, "full": 40}
 
 
 class Filled:
@@ -99,7 +102,7 @@ class World:
         self.server = server
         self.proxy = proxy
         self._proxied = dataclasses.replace(server, options={**server.options, "endpoint": proxy.endpoint})
-        self._folder = folder
+        self.folder = folder
         self._numbers = itertools.count()
         self._machine = folder / "template"
         template = self.mirror("template", wait="save")
@@ -120,7 +123,7 @@ class World:
         client = open_client(self.mirror(run))
         for key, data in {**self._objects, **_FOREIGN}.items():
             client.put(key, data)
-        machine = self._folder / run / "machine"
+        machine = self.folder / run / "machine"
         shutil.copytree(self._machine, machine)
         notes = machine / ".mirror.json"
         notes.write_text(notes.read_text().replace("/template", f"/{run}"))
@@ -132,7 +135,7 @@ class World:
 
 def _check(world: World, outcome: Outcome, where: str, *, run: str, allowed: set[int], durable: int) -> None:
     """A new machine restores what was durable or something newer, goes on, and nothing foreign is gone."""
-    path = world._folder / run / "afterwards"
+    path = world.folder / run / "afterwards"
     with outcome.judging(where):
         state = Filled()
         with manager_of(path, state, mirror=world.mirror(run, wait="save"), save_on_exit=False) as manager:
@@ -148,7 +151,7 @@ def _check(world: World, outcome: Outcome, where: str, *, run: str, allowed: set
         assert max(view) == found.step + 1
         for key, data in _FOREIGN.items():
             assert bytes(client.read(key)) == data, f"{key} is another"
-    shutil.rmtree(world._folder / run, ignore_errors=True)
+    shutil.rmtree(world.folder / run, ignore_errors=True)
 
 
 def open_epochs(client: Client) -> dict[int, RemoteCheckpoint]:
@@ -229,7 +232,7 @@ def _zombies(world: World, outcome: Outcome, choose: random.Random, scale: Scale
 
         def plan(request: Request, at: int = start + number, run: str = run, taken: Any = taken) -> Fault | None:
             if request.number == at:
-                with Child(_save, world._folder / run / "taker", world.mirror(run)) as taker:
+                with Child(_save, world.folder / run / "taker", world.mirror(run)) as taker:
                     taken.append(_run_until_end(taker)[:2])
             return None
 
@@ -272,9 +275,65 @@ def _racing(world: World, outcome: Outcome, scale: Scale) -> None:
         _check(world, outcome, "racing takers", run=run, allowed={newest}, durable=newest)
 
 
+# -- two ranks, of which one is killed --------------------------------------------------------------------------------
+
+
+def _train(path: Path, name: str, steps: Sequence[int], mirror: safeckpt.Mirror) -> list[float]:
+    """Restore, train to each of some steps and save there; rank 0 leaves a note of each step that is durable."""
+    run = training.Run("fsdp")
+    losses = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with training.manager_of(run, path / name, mirror=mirror, save_on_exit=False, keep_last=2) as manager:
+            manager.restore()
+            for step in [step for step in steps if step > manager.step]:
+                losses += run.train(manager, step)
+                manager.save(step)
+                if torch.distributed.get_rank() == 0:
+                    (path / f"durable-{step}").touch()
+    return losses
+
+
+def _kill_ranks(world: World, outcome: Outcome, choose: random.Random, scale: Scale) -> None:
+    """One of two ranks is killed at a request; another machine goes on from what was durable, with the same losses."""
+    folder, start = world.folder / "ranks", len(world.proxy.requests)
+    straight = groups.results(
+        2, _train, folder / "straight", "a", [2, 4, 6], world.mirror("straight", proxied=True, wait="save")
+    )
+    total = len(world.proxy.requests) - start
+    moments = [(at, when, rank) for at in range(1, total + 1) for when in ("before", "after") for rank in (0, 1)]
+    for number, (at, when, rank) in enumerate(choose.sample(moments, min(len(moments), _RANK_KILLS[scale]))):
+        run = f"ranks/{number}"
+        path, first = folder / str(number), len(world.proxy.requests)
+        with groups.running(2, _train, path, "a", [2, 4, 6], world.mirror(run, proxied=True, wait="save")) as members:
+
+            def plan(
+                request: Request, at: int = first + at, when: str = when, pid: int = members[rank].pid
+            ) -> Fault | None:
+                return Fault(kill=when, pid=pid) if request.number == at else None
+
+            world.proxy.plan = plan
+            signals = [groups.end_of(one).signal for one in members]
+        world.proxy.plan = lambda _: None
+        assert signals[rank] == signal.SIGKILL or len(world.proxy.requests) < first + at, "nobody was killed"
+        outcome.tried += 1
+        durable = max((int(one.name.partition("-")[2]) for one in path.glob("durable-*")), default=0)
+        with outcome.judging(f"two ranks: SIGKILL of rank {rank} {when} request {at}"):
+            there = max(open_epochs(world.client(run)), default=0)
+            assert there >= durable, f"step {durable} was durable, the newest there is {there}"
+            resumed = groups.results(2, _train, path, "b", [2, 4, 6, 8], world.mirror(run, wait="save"))
+            for before, losses in zip(straight, resumed, strict=True):
+                assert len(losses) <= 8 - durable, "it began before what was durable"
+                assert before[8 - len(losses) :] == losses[: len(losses) - 2], "other losses"
+            assert max(open_epochs(world.client(run))) == 8
+        shutil.rmtree(path)
+
+
 def run(scale: Scale, seed: int) -> Outcome:
     """Kill at requests, hold writers up while another takes over, race."""
-    outcome = Outcome("SIGKILL at requests of an upload, a prune, a take-over and a fetch; zombies; racing takers")
+    outcome = Outcome(
+        "SIGKILL at requests of an upload, a prune, a take-over and a fetch, also of one of two ranks; zombies; races"
+    )
     missing = [name for name in ("obstore", "moto", "flask") if importlib.util.find_spec(name) is None]
     if missing:
         outcome.skipped = f"{', '.join(missing)} not installed"
@@ -284,6 +343,7 @@ def run(scale: Scale, seed: int) -> Outcome:
         _kill_everywhere(world, outcome, choose, scale)
         _zombies(world, outcome, choose, scale)
         _racing(world, outcome, scale)
+        _kill_ranks(world, outcome, choose, scale)
     return outcome
 
 

@@ -5,6 +5,7 @@ A forked group can lose a member without an agent that then ends the others, so 
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import gc
 import json
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import traceback
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,20 +35,28 @@ def member(function: Callable[..., Any], rank: int, size: int, store: Path, argu
     return pickle.dumps(function(*arguments))  # as bytes: a tensor in shared memory would go with its process
 
 
-def run_all(size: int, function: Callable[..., Any], path: Path, *arguments: Any) -> list[Ended]:
-    """Run a function on every rank of a new group, and return how each ended."""
+@contextlib.contextmanager
+def running(size: int, function: Callable[..., Any], path: Path, *arguments: Any) -> Iterator[list[Child]]:
+    """Run a function on every rank of a new group; yield the processes, which end with the block at the latest."""
     path.mkdir(parents=True, exist_ok=True)
     store = path / f".store-{uuid.uuid4().hex}"
     members = [Child(member, function, rank, size, store, (path, *arguments), talks=False) for rank in range(size)]
     try:
-        return [_end_of(one) for one in members]
+        yield members
     finally:
         for one in members:
             one.__exit__(None, None, None)
         store.unlink(missing_ok=True)
 
 
-def _end_of(one: Child) -> Ended:
+def run_all(size: int, function: Callable[..., Any], path: Path, *arguments: Any) -> list[Ended]:
+    """Run a function on every rank of a new group, and return how each ended."""
+    with running(size, function, path, *arguments) as members:
+        return [end_of(one) for one in members]
+
+
+def end_of(one: Child) -> Ended:
+    """Wait for a member, and return how it ended."""
     try:
         return one.ended()
     except AssertionError as error:  # it was made to hang, and ended itself
