@@ -177,11 +177,11 @@ def _write_as(ranks: int, directory: Path) -> dict[str, float]:
         TensorStorageMetadata,
     )
 
-    from safeckpt.file import INDEX, METADATA, encode, prepare, shard_of_bytes, write_joined
+    from safeckpt.file import INDEX, METADATA, JoinedFile, encode, prepare, shard_of_bytes
 
     part = prepare(encode(torch.ones(1, 64)), trailer=False)
     sink = io.BytesIO()
-    offsets, _ = write_joined([part] * _PARAMETERS, sink)
+    offsets = JoinedFile([part] * _PARAMETERS).write(sink).offsets
     _, size, digest = shard_of_bytes("", sink.getvalue())
     for rank in range(ranks):
         (directory / f"__{rank}_0.distcp").write_bytes(sink.getvalue())

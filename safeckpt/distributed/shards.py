@@ -19,7 +19,7 @@ import torch
 from safeckpt.distributed.group import Group, in_group
 from safeckpt.distributed.plan_cache import PlanCache
 from safeckpt.errors import StateMismatchError, UnsavableStateError
-from safeckpt.file import SHARD_KEY, MappedFiles, Placeholder, ShardFile, placeholder_of
+from safeckpt.file import SHARD_KEY, MappedFiles, Placeholder, ShardFile, Write, placeholder_of
 from safeckpt.state import RESERVED_KEY, Component
 from safeckpt.state.fsdp import reshard
 from safeckpt.state.random_streams import RngStreams
@@ -296,8 +296,9 @@ def write_shards(
     write_inside: Callable[..., Any],
     plans: PlanCache,
     *,
-    finite: Mapping[str, str] | None = None,
-    drifted: bool = False,
+    write: Write,
+    finite: Mapping[str, str],
+    drifted: bool,
 ) -> list[ShardFile]:
     """Write the tensors of all ranks into a directory, and return what this rank has written.
 
@@ -309,6 +310,7 @@ def write_shards(
         group: The ranks.
         write_inside: Writes a file into it durably, see `CheckpointDirectory.write_inside`.
         plans: What was planned for the save before.
+        write: Writes the content of one.
         finite: Key to name, for the tensors that the guard has found finite. They are looked at once more in what is
             written.
         drifted: Whether copies of a part differ: then all are taken from the lowest rank that has them, since a state
@@ -323,7 +325,7 @@ def write_shards(
     from safeckpt.distributed.storage import CachingPlanner, ShardWriter  # noqa: PLC0415 - large, and only for shards
 
     plans.use_for(group.process_group, drifted=drifted)
-    writer = ShardWriter(place, write_inside, plans, finite)
+    writer = ShardWriter(place, write_inside, plans, write, finite)
     planner = CachingPlanner(plans, drifted=drifted)
     try:
         failures = _save(shards, group, storage_writer=writer, planner=planner)

@@ -39,15 +39,16 @@ from safeckpt.distributed.plan_cache import PlanCache
 from safeckpt.errors import DamagedCheckpointError
 from safeckpt.file import (
     METADATA,
+    JoinedFile,
     MappedFiles,
     PreparedFile,
     ShardFile,
     ShardParts,
+    Write,
     encode,
     prepare,
     shard_of_bytes,
     unpickle_metadata,
-    write_joined,
 )
 from safeckpt.state.tree import local_part
 
@@ -72,6 +73,7 @@ class ShardWriter(FileSystemWriter):
         place: The directory.
         write_inside: Writes a file into it durably.
         plans: What was planned and written the time before.
+        write: Writes the content of one.
         finite: Key to name, for the tensors that the guard has found finite.
 
     Attributes:
@@ -79,10 +81,11 @@ class ShardWriter(FileSystemWriter):
     """
 
     def __init__(
-        self, place: Path, write_inside: WriteInside, plans: PlanCache, finite: Mapping[str, str] | None = None
+        self, place: Path, write_inside: WriteInside, plans: PlanCache, write: Write, finite: Mapping[str, str]
     ) -> None:
         super().__init__(place)
-        self._finite = finite or {}
+        self._finite = finite
+        self._write = write
         self._place = place
         self._write_inside = write_inside
         self._plans = plans
@@ -104,14 +107,14 @@ class ShardWriter(FileSystemWriter):
         parts = [self._prepare(_tensor_of(planner, item), item.index.fqn) for item in plan.items]
         results = []
         if parts:
-            size_bytes = sum(part.size_bytes for part in parts)
-            offsets, written = self._write_inside(
-                self._place / name, lambda f: write_joined(parts, f), size_bytes=size_bytes
+            joined = JoinedFile(parts)
+            written = self._write_inside(
+                self._place / name, lambda f: self._write(joined, f, None), size_bytes=joined.size_bytes
             )
             self.written.append((name, written.size_bytes, written.digest))
             results = [
                 WriteResult(item.index, part.size_bytes, _StorageInfo(name, offset, part.size_bytes))
-                for item, part, offset in zip(plan.items, parts, offsets, strict=True)
+                for item, part, offset in zip(plan.items, parts, written.offsets, strict=True)
             ]
         # Rank 0 has what it was told the last time: thousands of ranks would tell it the same again.
         news = [] if results == self._plans.results else results

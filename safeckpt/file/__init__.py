@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     )
     from safeckpt.file.trailer import FORMAT_VERSION
     from safeckpt.file.writing.encoding import encode
-    from safeckpt.file.writing.write import PreparedFile, WrittenFile, prepare, write_file, write_joined
+    from safeckpt.file.writing.prepare import prepare, write_file
+    from safeckpt.file.writing.write import JoinedFile, PreparedFile, Write, WrittenFile, write_here
 else:
     # Imported when first used: a file is verified, and its header read, without torch.
     __getattr__ = module_getattr(
@@ -42,6 +43,7 @@ else:
             "FORMAT_VERSION": "safeckpt.file.trailer",
             "FileReport": "safeckpt.file.file_report",
             "INDEX": "safeckpt.file.reading.sharded",
+            "JoinedFile": "safeckpt.file.writing.write",
             "METADATA": "safeckpt.file.reading.shard_metadata",
             "Mapped": "safeckpt.file.reading.mapping",
             "MappedFiles": "safeckpt.file.reading.mapping",
@@ -54,6 +56,7 @@ else:
             "ShardParts": "safeckpt.file.reading.shard_parts",
             "ShardTensorReader": "safeckpt.file.reading.whole_tensors",
             "TensorSource": "safeckpt.file.reading.tensor_source",
+            "Write": "safeckpt.file.writing.write",
             "WrittenFile": "safeckpt.file.writing.write",
             "encode": "safeckpt.file.writing.encoding",
             "is_folder": "safeckpt.file.reading.sharded",
@@ -62,13 +65,13 @@ else:
             "open_checkpoint": "safeckpt.file.reading.sharded",
             "open_file": "safeckpt.file.reading.checkpoint_file",
             "placeholder_of": "safeckpt.file.reading.whole_tensors",
-            "prepare": "safeckpt.file.writing.write",
+            "prepare": "safeckpt.file.writing.prepare",
             "shard_of_bytes": "safeckpt.file.reading.sharded",
             "source_of": "safeckpt.file.reading.source",
             "unpickle_metadata": "safeckpt.file.reading.shard_metadata",
             "verify": "safeckpt.file.reading.checkpoint_file",
-            "write_file": "safeckpt.file.writing.write",
-            "write_joined": "safeckpt.file.writing.write",
+            "write_file": "safeckpt.file.writing.prepare",
+            "write_here": "safeckpt.file.writing.write",
         },
     )
 
@@ -81,6 +84,7 @@ __all__ = [
     "CheckpointFile",
     "CheckpointFolder",
     "FileReport",
+    "JoinedFile",
     "Mapped",
     "MappedFiles",
     "Part",
@@ -91,6 +95,7 @@ __all__ = [
     "ShardParts",
     "ShardTensorReader",
     "TensorSource",
+    "Write",
     "WrittenFile",
     "encode",
     "is_folder",
@@ -105,5 +110,5 @@ __all__ = [
     "unpickle_metadata",
     "verify",
     "write_file",
-    "write_joined",
+    "write_here",
 ]

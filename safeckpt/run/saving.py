@@ -39,6 +39,7 @@ from safeckpt.distributed import (
     texts_of,
 )
 from safeckpt.errors import NonFiniteError, ReplicaDriftError, ReplicaDriftWarning, StepExistsError, drift_text
+from safeckpt.file import Write, write_here
 from safeckpt.run.background import BackgroundWriter
 from safeckpt.run.capturing import Capturer, Draft
 from safeckpt.run.catalog import Checkpoint
@@ -145,6 +146,7 @@ class Saver:
         self._restorer = restorer
         self._pruning = pruning
         self._progress = progress
+        self._write_content: Write = write_here
         self._staging = Staging() if asynchronous else None
         self._is_checked = False
         self._is_warm = False
@@ -389,6 +391,7 @@ class Saver:
             draft,
             run.directory,
             run.components,
+            write=self._write_content,
             progress=self._progress,
             plans=self._plans,
             refuse=self._capturer.refuse_written,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -24,7 +23,7 @@ from safeckpt.distributed import (
     write_shards,
 )
 from safeckpt.errors import NonFiniteError
-from safeckpt.file import INDEX, PreparedFile, ShardFile, encode, open_file, prepare
+from safeckpt.file import INDEX, PreparedFile, ShardFile, Write, encode, open_file, prepare
 from safeckpt.run.capturing import Draft
 from safeckpt.run.catalog import Checkpoint
 from safeckpt.run.run_directory import Place, RunDirectory
@@ -138,6 +137,7 @@ def writer_of(
     directory: RunDirectory,
     components: Mapping[str, Component],
     *,
+    write: Write,
     progress: Progress | None,
     plans: PlanCache,
     refuse: Refuse,
@@ -151,6 +151,7 @@ def writer_of(
         draft: This rank's part of the checkpoint.
         directory: Where it is written.
         components: The live objects: what of their state is guarded.
+        write: Writes the content of a file.
         progress: Told how much of a file is written.
         plans: What was planned for the save before, of shards.
         refuse: Returns the error to raise for NaN or Inf that came into the state after the guard.
@@ -159,9 +160,19 @@ def writer_of(
         world: The ranks that save.
     """
     if draft.is_sharded:
-        return ShardedWriter(draft, directory, components, plans, refuse=refuse, rules=rules, place=place, world=world)
+        return ShardedWriter(
+            draft, directory, components, plans, write=write, refuse=refuse, rules=rules, place=place, world=world
+        )
     return FileWriter(
-        draft, directory, components, progress=progress, refuse=refuse, rules=rules, place=place, world=world
+        draft,
+        directory,
+        components,
+        write=write,
+        progress=progress,
+        refuse=refuse,
+        rules=rules,
+        place=place,
+        world=world,
     )
 
 
@@ -174,6 +185,7 @@ class FileWriter:
         directory: RunDirectory,
         components: Mapping[str, Component],
         *,
+        write: Write,
         progress: Progress | None,
         refuse: Refuse,
         rules: Mapping[str, Any],
@@ -191,6 +203,7 @@ class FileWriter:
         self._components = components
         self._files = directory.files
         self._rules = rules
+        self._write = write
         self._progress = progress
         self._prepared: PreparedFile | None = None
 
@@ -226,7 +239,7 @@ class FileWriter:
         with _refusing(self._refuse, self.checkpoint.step):
             self._files.commit_step(
                 self.checkpoint.step,
-                functools.partial(prepared.write, progress=self._progress),
+                lambda f: self._write(prepared, f, self._progress),
                 check=prepared.check,
                 size_bytes=prepared.size_bytes,
             )
@@ -245,6 +258,7 @@ class ShardedWriter:
         components: Mapping[str, Component],
         plans: PlanCache,
         *,
+        write: Write,
         refuse: Refuse,
         rules: Mapping[str, Any],
         place: Place,
@@ -257,6 +271,7 @@ class ShardedWriter:
         self._refuse = refuse
         self._finite = _guarded_shards(draft, components)
         self._index: PreparedFile | None = None
+        self._write = write
         self._plans = plans
         self._place = place
         self._world = world
@@ -289,6 +304,7 @@ class ShardedWriter:
                 group,
                 self._directory.files.write_inside,
                 self._plans,
+                write=self._write,
                 finite=self._finite,
                 drifted=self._world.copies_differ,
             )
@@ -317,7 +333,9 @@ class ShardedWriter:
         index = self._index
         assert index is not None
         with _refusing(self._refuse, self.checkpoint.step):
-            self._directory.files.write_inside(self._temp / INDEX, index.write, size_bytes=index.size_bytes)
+            self._directory.files.write_inside(
+                self._temp / INDEX, lambda f: self._write(index, f, None), size_bytes=index.size_bytes
+            )
         self._directory.files.commit_folder(self.checkpoint.step, self._temp)
 
     def discard(self) -> None:

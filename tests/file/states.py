@@ -8,9 +8,9 @@ from collections import Counter, OrderedDict
 import torch
 
 from safeckpt.file import archive, encode, open_file, write_file
-from safeckpt.file.checksum import ChunkDigest, CrcPool
+from safeckpt.file.checksum import ChunkDigest
 from safeckpt.file.trailer import TRAILER_BYTES, Trailer
-from safeckpt.file.writing.write import _Writer
+from safeckpt.file.writing.write import PreparedFile
 
 
 def written(payload, **options):
@@ -28,8 +28,7 @@ def assembled(pickle_bytes, contents=(), header=None):
         parts.insert(0, header)
     entries, _ = archive.layout(list(zip(names, [*map(len, parts), 40], strict=True)))
     buffer = io.BytesIO()
-    with CrcPool() as pool:
-        _Writer(buffer, pool).write(entries, parts)
+    PreparedFile(0, entries, parts, _is_plain=True, _has_trailer=True).write(buffer)
     return buffer.getvalue()
 
 

@@ -20,12 +20,12 @@ from safeckpt.file import (
     INDEX,
     METADATA,
     SHARD_KEY,
+    JoinedFile,
     encode,
     open_checkpoint,
     prepare,
     shard_of_bytes,
     write_file,
-    write_joined,
 )
 from tests.comparing import assert_same
 
@@ -39,7 +39,7 @@ def sharded(folder, parts, size=(4, 6), dtype=torch.float32):
     tensors = [("weight", offsets, part) for offsets, part in parts] + [("bias", (0,), BIAS)]
     prepared = [prepare(encode(part), trailer=False) for _, _, part in tensors]
     with (folder / "__0_0.distcp").open("wb") as f:
-        offsets, _ = write_joined(prepared, f)
+        offsets = JoinedFile(prepared).write(f).offsets
     metadata = Metadata(
         {
             "weight": TensorStorageMetadata(

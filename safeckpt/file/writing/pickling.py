@@ -17,7 +17,7 @@ import torch
 from torch.serialization import location_tag, normalize_storage_type
 
 from safeckpt.file.writing.convert import EMPTY_BYTES
-from safeckpt.file.writing.second_look import mark_guarded
+from safeckpt.file.writing.guarded import mark_guarded
 from safeckpt.file.writing.spans import UsedStorages, View, view_of
 from safeckpt.system.tensor_kind import is_plain
 from safeckpt.system.torch_private import (

@@ -10,17 +10,22 @@ all of a model's state, each type has a record; tensors of two types that share 
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
+from safeckpt.errors import UnsavableStateError
+from safeckpt.file.writing.stable_copies import as_view
 from safeckpt.system.tensor_kind import span_of
 from safeckpt.system.torch_private import BYTES_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    import torch
+    from safeckpt.file.writing.second_look import Guarded
 
-__all__ = ["Guarded", "Span", "StorageTypeConflictError", "UsedStorages", "View", "stored_dtype", "view_of"]
+__all__ = ["Span", "StorageTypeConflictError", "UsedStorages", "View", "stored_dtype", "view_of"]
 
 
 class View(NamedTuple):
@@ -63,20 +68,6 @@ def view_of(tensor: torch.Tensor) -> View:
     itemsize = tensor.element_size()
     low, high = span_of(tensor)
     return View(stored_dtype(tensor), itemsize, low * itemsize, high * itemsize)
-
-
-class Guarded(NamedTuple):
-    """A tensor that was found finite and is all of a record.
-
-    Attributes:
-        name: What the guard calls it.
-        shape: Its shape, when its elements lie in the order of their indices; else their number.
-        dtype: Its dtype, also where the file calls its elements bytes.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 class Span:
@@ -126,6 +117,55 @@ class Span:
         if view.low == view.high:
             return 0
         return (view.low - self.low) // view.itemsize if self.low <= view.low and view.high <= self.high else None
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the processor reads it where it is."""
+        return self.storage.device.type == "cpu"
+
+    @property
+    def address(self) -> int:
+        """Where it is in host memory.
+
+        Raises:
+            UnsavableStateError: Its storage was made smaller since the file was laid out.
+        """
+        if self.storage.nbytes() < self.high:
+            raise UnsavableStateError(
+                location="payload",
+                type_name="torch.Tensor",
+                reason=f"its storage holds {self.storage.nbytes()} bytes and held {self.high} when the save began",
+                cure="let nothing resize it during a save.",
+            )
+        return self.storage.data_ptr() + self.low
+
+    def copy(self) -> bytes:
+        """Return a private copy of it, which is small."""
+        if self.is_on_host:
+            return ctypes.string_at(self.address, self.nbytes)
+        return self._bytes(0, self.nbytes).cpu().numpy().tobytes()
+
+    def view(self) -> memoryview:
+        """Return its memory, which is on the host.
+
+        Raises:
+            UnsavableStateError: As `address`.
+        """
+        self.address  # noqa: B018 - looks at the size
+        return as_view(self._bytes(0, self.nbytes).numpy())
+
+    def staged(self, low: int, high: int) -> memoryview:
+        """Return a private copy of some of its bytes, through pinned memory where there is any."""
+        # A fresh one for each piece. Pinned blocks come from torch's cache: the first few alone cost anything.
+        pinned = torch.accelerator.current_accelerator() is not None and self.storage.device.type != "mps"
+        data = self._bytes(low, high)
+        return as_view(torch.empty(data.shape, dtype=torch.uint8, device="cpu", pin_memory=pinned).copy_(data).numpy())
+
+    def _bytes(self, low: int, high: int) -> torch.Tensor:
+        """Return some of its bytes as a tensor that shares their memory."""
+        # The device is named, since a default device may be set; the grad mode does not matter for integers.
+        empty = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
+        return empty.set_(self.storage, self.low + low, (high - low,), (1,))
 
 
 class UsedStorages:

@@ -8,18 +8,14 @@ writes; of large ones a buffer that stays in the cache, so that it costs no seco
 
 from __future__ import annotations
 
-import ctypes
 from collections import deque
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
-import torch
 
-from safeckpt.errors import UnsavableStateError
 from safeckpt.file.checksum import CHUNK_BYTES
-from safeckpt.file.writing.second_look import refuse_nonfinite
-from safeckpt.file.writing.spans import Span
+from safeckpt.file.writing.second_look import Guarded, refuse_nonfinite
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -27,9 +23,35 @@ if TYPE_CHECKING:
     from safeckpt.file.archive import Entry
     from safeckpt.file.checksum import CrcPool, CrcTask, Look
 
-__all__ = ["SMALL_BYTES", "Content", "StableCopies", "stable_copy"]
+__all__ = ["SMALL_BYTES", "Content", "Memory", "StableCopies", "as_view", "stable_copy"]
 
-Content: TypeAlias = bytes | Span
+
+class Memory(Protocol):
+    """Bytes that are somewhere in memory, where others may change them."""
+
+    @property
+    def guarded(self) -> Guarded | None:
+        """The tensor that they are all of, when it has to be finite."""
+
+    @property
+    def nbytes(self) -> int:
+        """How many."""
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the processor reads them where they are."""
+
+    def copy(self) -> bytes:
+        """Return a private copy of all of them."""
+
+    def view(self) -> memoryview:
+        """Return them, where they are on the host."""
+
+    def staged(self, low: int, high: int) -> memoryview:
+        """Return a private copy of some of them, where they are on a device."""
+
+
+Content: TypeAlias = bytes | Memory
 
 SMALL_BYTES = 64 << 10  # below this, copying into one buffer is cheaper than a system call and a thread
 _PIECE_BYTES = 1 << 20  # divides CHUNK_BYTES
@@ -40,11 +62,7 @@ def stable_copy(content: Content) -> bytes:
     """Return a private copy of a small record."""
     if isinstance(content, bytes):
         return content
-    if not content.nbytes:
-        return b""
-    if content.storage.device.type != "cpu":
-        return _bytes_of(content, content.low, content.high).cpu().numpy().tobytes()
-    return ctypes.string_at(_address(content) + content.low, content.nbytes)
+    return content.copy() if content.nbytes else b""
 
 
 class StableCopies:
@@ -70,7 +88,7 @@ class StableCopies:
             if is_private:
                 self._ahead.append((memory, self._pool.submit(memory, look=look), None))
             else:
-                buffer = self._buffers.pop() if self._buffers else _view(np.empty(_PIECE_BYTES, np.uint8))
+                buffer = self._buffers.pop() if self._buffers else as_view(np.empty(_PIECE_BYTES, np.uint8))
                 copy = buffer[: len(memory)]
                 self._ahead.append((copy, self._pool.submit(copy, copy_of=memory, look=look), buffer))
         piece, task, used = self._ahead.popleft()
@@ -88,29 +106,22 @@ def _pieces(records: Sequence[tuple[Entry, Content]], start: int) -> Iterator[tu
         if isinstance(content, bytes):
             memory = memoryview(content)
             yield from ((memory[low:high], True, None) for low, high in _cuts(offset, entry.size, CHUNK_BYTES))
-        elif content.storage.device.type == "cpu":
-            _address(content)
-            memory = _view(_bytes_of(content, content.low, content.high).numpy())
+        elif content.is_on_host:
+            memory = content.view()
             for low, high in _cuts(offset, entry.size, _PIECE_BYTES):
                 yield memory[low:high], False, _look_at(content, low)
         else:
             for low, high in _cuts(offset, entry.size, CHUNK_BYTES):
-                yield _staged(_bytes_of(content, content.low + low, content.low + high)), True, _look_at(content, low)
+                yield content.staged(low, high), True, _look_at(content, low)
 
 
-def _look_at(span: Span, low: int) -> Look | None:
+def _look_at(memory: Memory, low: int) -> Look | None:
     """Return what looks at a part of a piece that begins at a byte of a record, given where in the piece it begins."""
-    return None if span.guarded is None else lambda start, data: refuse_nonfinite(span, low + start, data)
+    return None if memory.guarded is None else lambda start, data: refuse_nonfinite(memory, low + start, data)
 
 
-def _staged(data: torch.Tensor) -> memoryview:
-    """Return a copy in host memory, through pinned memory where there is any."""
-    # A fresh one for each piece. Pinned blocks come from torch's cache: the first few alone cost anything.
-    pinned = torch.accelerator.current_accelerator() is not None and data.device.type != "mps"
-    return _view(torch.empty(data.shape, dtype=torch.uint8, device="cpu", pin_memory=pinned).copy_(data).numpy())
-
-
-def _view(array: np.ndarray[Any, Any]) -> memoryview:
+def as_view(array: np.ndarray) -> memoryview:
+    """Return the memory of an array."""
     return memoryview(array)  # type: ignore[arg-type]  # NumPy's stubs predate the buffer protocol's
 
 
@@ -120,26 +131,3 @@ def _cuts(offset: int, size: int, most: int) -> Iterator[tuple[int, int]]:
         high = min(size, low + most - (offset + low) % most)
         yield low, high
         low = high
-
-
-def _bytes_of(span: Span, low: int, high: int) -> torch.Tensor:
-    """Return bytes of a storage as a tensor that shares its memory."""
-    # The device is named, since a default device may be set; the grad mode does not matter for integers.
-    empty = torch.empty(0, dtype=torch.uint8, device=span.storage.device)
-    return empty.set_(span.storage, low, (high - low,), (1,))
-
-
-def _address(span: Span) -> int:
-    """Return where a storage is in host memory, once it is sure that it is still all there.
-
-    Raises:
-        UnsavableStateError: It was made smaller since the file was laid out.
-    """
-    if span.storage.nbytes() < span.high:
-        raise UnsavableStateError(
-            location="payload",
-            type_name="torch.Tensor",
-            reason=f"its storage holds {span.storage.nbytes()} bytes and held {span.high} when the save began",
-            cure="let nothing resize it during a save.",
-        )
-    return span.storage.data_ptr()

@@ -3,46 +3,41 @@
 torch's own writer is not used. It aborts the process when ``write()`` raises inside its destructor, hides
 KeyboardInterrupt and errno behind a RuntimeError, and takes its CRC-32s in the writing thread. Here an error of
 ``write()`` surfaces as it is, and checksums are computed in other threads while the caller's thread writes.
+
+Nothing of torch is needed for it, so that a process which does nothing else is there in no time.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import hashlib
 import io
-import json
-import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any, Protocol, TypeAlias
 from zlib import crc32
 
-from safeckpt.errors import UnsavableStateError
 from safeckpt.file import archive
-from safeckpt.file.archive import ALIGNMENT_BYTES, MOST_HEADER_BYTES
+from safeckpt.file.archive import ALIGNMENT_BYTES
 from safeckpt.file.checksum import ChunkDigest, CrcPool, combine
 from safeckpt.file.gc_pause import no_collection
-from safeckpt.file.pickle_scan import PickleError, UntrustedGlobalError, scan_pickle
 from safeckpt.file.trailer import TRAILER_BYTES, Trailer
-from safeckpt.file.writing.pickling import pickle_payload
-from safeckpt.file.writing.readback import check_written
 from safeckpt.file.writing.second_look import SecondLook
-from safeckpt.file.writing.spans import StorageTypeConflictError
 from safeckpt.file.writing.stable_copies import SMALL_BYTES, StableCopies, stable_copy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    import torch
+    from collections.abc import Mapping, Sequence
 
     from safeckpt.file.archive import Buffer, Entry
-    from safeckpt.file.writing.pickling import Pickled
     from safeckpt.file.writing.stable_copies import Content
     from safeckpt.system.threads import Progress
 
-__all__ = ["PreparedFile", "Writable", "WrittenFile", "header_bytes", "prepare", "write_file", "write_joined"]
+__all__ = ["ID_BYTES", "JoinedFile", "PreparedFile", "Writable", "Write", "WrittenFile", "write_here"]
+
+ID_BYTES = 40  # of the serialization id
 
 _JOINED_BYTES = 1 << 20  # small pieces are joined up to about this before they are written
-_ID_BYTES = 40
 
 
 class Writable(Protocol):
@@ -59,20 +54,12 @@ class WrittenFile:
     Attributes:
         size_bytes: Length of the file, trailer included.
         digest: The one in the trailer, in hex.
-        records: Number of records in the archive.
+        offsets: At which byte each of its archives begins.
     """
 
     size_bytes: int
     digest: str
-    records: int
-
-
-def header_bytes(header: Mapping[str, Any]) -> bytes:
-    """Return the header record: JSON in ASCII, on one line, keys in the order given."""
-    data = json.dumps(dict(header), separators=(",", ":")).encode("ascii") + b"\n"
-    if len(data) > MOST_HEADER_BYTES:
-        raise ValueError(f"a header of {len(data)} bytes; {MOST_HEADER_BYTES} are the most")
-    return data
+    offsets: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -90,6 +77,7 @@ class PreparedFile:
     _entries: Sequence[Entry]
     _contents: Sequence[Content]
     _is_plain: bool
+    _has_trailer: bool
 
     def write(self, f: Writable, progress: Progress | None = None) -> WrittenFile:
         """Write it.
@@ -111,7 +99,19 @@ class PreparedFile:
             cache.
         """
         with CrcPool() as pool:
-            return _Writer(f, pool, progress, self.size_bytes).write(self._entries, self._contents)
+            writer = _Writer(f, pool, progress, self.size_bytes)
+            writer.archive(self._entries, self._contents, comment_bytes=TRAILER_BYTES if self._has_trailer else 0)
+            return writer.finish(trailer=self._has_trailer)
+
+    @property
+    def contents(self) -> Sequence[Content]:
+        """What is in its records: bytes, or where in memory they are."""
+        return self._contents
+
+    def with_contents(self, others: Mapping[int, Content]) -> PreparedFile:
+        """Return the same file with other contents in the place of some, which are known by their identity."""
+        contents = [others.get(id(content), content) for content in self._contents]
+        return dataclasses.replace(self, _contents=contents)
 
     def check(self, f: IO[bytes]) -> None:
         """Check that what was written can be read back; for `safeckpt.store.commit`, before the file has its name.
@@ -125,92 +125,53 @@ class PreparedFile:
         Cost:
             About 5 us for a tensor; the data of tensors is not read.
         """
+        from safeckpt.file.writing.readback import check_written  # noqa: PLC0415 - it needs torch
+
         records = list(zip(self._entries, self._contents, strict=False))
         with no_collection():
             check_written(f, self.size_bytes, records, is_plain=self._is_plain)
 
 
-def prepare(
-    payload: object,
-    *,
-    header: Mapping[str, Any] | None = None,
-    pickle_protocol: int = 2,
-    trailer: bool = True,
-    finite: Iterable[tuple[str, torch.Tensor]] = (),
-) -> PreparedFile:
-    """Pickle a payload and lay the file out; nothing is written.
+@dataclass(frozen=True)
+class JoinedFile:
+    """Files one after the other in one, without a trailer.
 
-    The bytes depend on the payload and the header alone.
-
-    Args:
-        payload: What :func:`safeckpt.file.writing.encoding.encode` returned.
-        header: JSON values to be found without unpickling, see :meth:`CheckpointFile.header`.
-        pickle_protocol: 2, or 3.
-        trailer: Whether it proves itself; a part of another file, see :func:`write_joined`, has none.
-        finite: Names and tensors of this very payload that the guard has found finite. They are looked at once more
-            in what is written, since something else may write to them meanwhile.
-
-    Raises:
-        UnsavableStateError: A load would refuse it: the payload did not come from ``encode``.
+    Attributes:
+        parts: Made by `safeckpt.file.writing.prepare.prepare` with ``trailer=False``.
     """
-    with no_collection():
-        try:
-            pickled = pickle_payload(payload, pickle_protocol, finite)
-        except StorageTypeConflictError as error:
-            raise UnsavableStateError(location="payload", type_name="torch.Tensor", reason=str(error)) from None
-        if not pickled.plain:
-            _check_readable(pickled)
-        contents: list[Content] = [] if header is None else [header_bytes(header)]
-        byteorder = sys.byteorder.encode("ascii")
-        contents += [pickled.data, b"1", b"%d" % ALIGNMENT_BYTES, byteorder, *pickled.spans, b"3\n"]
-        names = archive.record_names(len(pickled.spans), header=header is not None)
-        entries, directory_offset = archive.layout(list(zip(names, [*map(_size_of, contents), _ID_BYTES], strict=True)))
-        size_bytes = directory_offset + archive.tables_bytes(entries) + (TRAILER_BYTES if trailer else 0)
-        return PreparedFile(size_bytes, entries, contents, pickled.plain)
+
+    parts: Sequence[PreparedFile]
+
+    @property
+    def size_bytes(self) -> int:
+        """Length that the file will have at least."""
+        return sum(part.size_bytes for part in self.parts)
+
+    @property
+    def contents(self) -> Sequence[Content]:
+        """See `PreparedFile`."""
+        return [content for part in self.parts for content in part.contents]
+
+    def with_contents(self, others: Mapping[int, Content]) -> JoinedFile:
+        """See `PreparedFile`."""
+        return JoinedFile([part.with_contents(others) for part in self.parts])
+
+    def write(self, f: Writable, progress: Progress | None = None) -> WrittenFile:
+        """Write it, see `PreparedFile.write`."""
+        with CrcPool() as pool:
+            writer = _Writer(f, pool, progress, self.size_bytes)
+            for part in self.parts:
+                writer.archive(part._entries, part._contents, comment_bytes=0)
+            return writer.finish(trailer=False)
 
 
-def write_joined(parts: Sequence[PreparedFile], f: Writable) -> tuple[list[int], WrittenFile]:
-    """Write files one after the other into one.
-
-    Args:
-        parts: Made by :func:`prepare` with ``trailer=False``.
-        f: Where to write.
-
-    Returns:
-        At which byte each begins, and size and digest of all of it.
-
-    Raises:
-        OSError: From ``f``, as it is.
-    """
-    with CrcPool() as pool:
-        writer = _Writer(f, pool)
-        offsets = [writer.archive(part._entries, part._contents, comment_bytes=0) for part in parts]
-        return offsets, writer.finish(len(parts))
+# What writes such a file: where to, and what is told how far it is.
+Write: TypeAlias = Callable[["PreparedFile | JoinedFile", IO[bytes], "Progress | None"], WrittenFile]
 
 
-def write_file(
-    payload: object, f: Writable, *, header: Mapping[str, Any] | None = None, pickle_protocol: int = 2
-) -> WrittenFile:
-    """Prepare a payload and write it, see :func:`prepare` and :meth:`PreparedFile.write`."""
-    return prepare(payload, header=header, pickle_protocol=pickle_protocol).write(f)
-
-
-def _size_of(content: Content) -> int:
-    return len(content) if isinstance(content, bytes) else content.nbytes
-
-
-def _check_readable(pickled: Pickled) -> None:
-    """Read the pickle as a load will, before a byte of it is on the disk.
-
-    Raises:
-        UnsavableStateError: A load would refuse it: the payload did not come from encode(), or changed since.
-    """
-    try:
-        scan_pickle(pickled.data)
-    except UntrustedGlobalError as error:
-        raise UnsavableStateError(location="payload", type_name=error.name) from None
-    except PickleError as error:
-        raise UnsavableStateError(location="payload", type_name="structure", reason=str(error)) from None
+def write_here(prepared: PreparedFile | JoinedFile, f: IO[bytes], progress: Progress | None = None) -> WrittenFile:
+    """Write a file in this process, see `PreparedFile.write`."""
+    return prepared.write(f, progress)
 
 
 class _Writer:
@@ -224,18 +185,13 @@ class _Writer:
         self._pool = pool
         self._small = bytearray()
         self._digest = ChunkDigest()
+        self._offsets: list[int] = []
 
-    def write(self, entries: Sequence[Entry], contents: Sequence[Content]) -> WrittenFile:
-        """Write a file with its trailer."""
-        self.archive(entries, contents, comment_bytes=TRAILER_BYTES)
-        written = self.finish(len(entries))
-        self._send(Trailer(digest=written.digest, size_bytes=written.size_bytes).to_bytes())
-        return WrittenFile(written.size_bytes + TRAILER_BYTES, written.digest, written.records)
-
-    def archive(self, entries: Sequence[Entry], contents: Sequence[Content], *, comment_bytes: int) -> int:
-        """Write the records, the last of which is the serialization id, and the tables; return where they begin."""
+    def archive(self, entries: Sequence[Entry], contents: Sequence[Content], *, comment_bytes: int) -> None:
+        """Write the records, the last of which is the serialization id, and the tables."""
         self._small += bytes(-(self._digest.size_bytes + len(self._small)) % ALIGNMENT_BYTES)
         start = self._digest.size_bytes + len(self._small)
+        self._offsets.append(start)
         records = list(zip(entries, contents, strict=False))
         copies = StableCopies(self._pool, records, start)
         second_look = SecondLook()
@@ -253,12 +209,15 @@ class _Writer:
         directory_offset = self._digest.size_bytes + len(self._small) - start
         self._put(directory)
         self._put(archive.end_of_archive(len(entries), directory_offset, len(directory), comment_bytes))
-        return start
 
-    def finish(self, records: int) -> WrittenFile:
-        """Write what is left, and return size and digest of all so far."""
+    def finish(self, *, trailer: bool) -> WrittenFile:
+        """Write what is left, and return size and digest of what comes before the trailer."""
         self._flush()
-        return WrittenFile(self._digest.size_bytes, self._digest.hexdigest(), records)
+        size_bytes, digest = self._digest.size_bytes, self._digest.hexdigest()
+        if trailer:
+            self._send(Trailer(digest=digest, size_bytes=size_bytes).to_bytes())
+            size_bytes += TRAILER_BYTES
+        return WrittenFile(size_bytes, digest, tuple(self._offsets))
 
     def _small_record(self, entry: Entry, data: bytes) -> None:
         entry.crc = crc32(data)
@@ -308,4 +267,4 @@ def _serialization_id(entries: Sequence[Entry]) -> bytes:
     digest = hashlib.sha256()
     for entry in entries[:-1]:
         digest.update(b"%s\0%d\0%08x\n" % (entry.name, entry.size, entry.crc))
-    return b"%0*d" % (_ID_BYTES, int.from_bytes(digest.digest(), "big") % 10**_ID_BYTES)
+    return b"%0*d" % (ID_BYTES, int.from_bytes(digest.digest(), "big") % 10**ID_BYTES)
