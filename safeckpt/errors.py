@@ -8,7 +8,8 @@
     |  |- UnsavableStateError       (+ TypeError)            .location .type_name
     |  |- StepExistsError           (+ FileExistsError)      .step
     |  |- DirectoryInUseError       (+ FileExistsError)      .directory .steps
-    |  `- ReplicaDriftError         (+ ArithmeticError)      .ranks .names
+    |  |- ReplicaDriftError         (+ ArithmeticError)      .ranks .names
+    |  `- WritingProcessError       (+ RuntimeError)         .exit_code
     |- LoadError                                            no object was changed
     |  |- CheckpointNotFoundError   (+ FileNotFoundError)    .directory .step .available_steps
     |  |- DamagedCheckpointError    (+ RuntimeError)         .reason .record
@@ -103,6 +104,7 @@ __all__ = [
     "UncapturedStateWarning",
     "UnsavableStateError",
     "UntrustedTypeError",
+    "WritingProcessError",
 ]
 
 _UNTOUCHED = "nothing was written, and no file was changed."
@@ -330,6 +332,25 @@ def drift_text(step: int, ranks: Sequence[int], names: Sequence[str]) -> str:
         f"At step {step} the copies on rank(s) {listed(ranks)} differ from the copy on rank 0, in {len(names)} "
         f"place(s):\n  {_lines(names)}"
     )
+
+
+class WritingProcessError(SaveError, RuntimeError):
+    """The process that writes for `async_save="process"` ended in the middle of a save.
+
+    Attributes:
+        exit_code: What it ended with; the negative number of a signal.
+    """
+
+    def __init__(self, *, pid: int, exit_code: int, path: object = None) -> None:
+        how = f"ended with exit code {exit_code}" if exit_code >= 0 else f"was killed by signal {-exit_code}"
+        super().__init__(
+            f"The process that writes the checkpoint (pid {pid}) {how} before it was done.",
+            "nothing was committed, and every earlier checkpoint is untouched.",
+            "save again: another process is started for it. Signal 9 often means that memory ran out: the log of the "
+            "system says so. If it comes again, write in a thread, with async_save=True.",
+            path=path,
+        )
+        self.exit_code = exit_code
 
 
 class DurabilityUnknownError(SafeckptError, OSError):

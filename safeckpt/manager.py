@@ -16,6 +16,7 @@ from safeckpt.distributed import Ranks
 from safeckpt.errors import UncapturedStateWarning
 from safeckpt.remote import Mirror
 from safeckpt.run import (
+    AsyncSave,
     Capturer,
     Membership,
     Replay,
@@ -37,6 +38,7 @@ from safeckpt.run.pruning import Pruning
 from safeckpt.run.saved_hook import SavedHook
 from safeckpt.run.schedule import SaveSchedule
 from safeckpt.run.stop_signals import StopSignals
+from safeckpt.run.writing_process import why_impossible
 from safeckpt.state import Guard, register, uncaptured
 from safeckpt.store import Best, CheckpointDirectory, WriterLock
 from safeckpt.system.arguments import checked_bool
@@ -64,7 +66,11 @@ class CheckpointManager:
             `timedelta` since the last save. None: only `save` saves.
         async_save: `save` returns when the state is guarded and copied, and a thread writes it. Takes memory for one
             more copy of the state. A failed write is raised by the next `save`, `wait`, `restore`, `rollback` or
-            `close`, and logged at once; an interpreter that exits finishes the write.
+            `close`, and logged at once; an interpreter that exits finishes the write. `"process"`: the same, and what
+            the write computes takes no turns of this interpreter, since a process of its own does it, with memory that
+            both share. For many small steps or tensors; on Linux only. It imports neither the script nor torch, and
+            ends with this process. Where it is killed, the save fails with a `WritingProcessError`, and the next one
+            starts another.
         guard: What has to be finite, besides the loss and the parameters.
         grads: Which gradients are part of the state. None: those that a backward pass has touched since their
             optimizer's last step, so that a save between two micro-steps of gradient accumulation is exact. True: all.
@@ -116,7 +122,7 @@ class CheckpointManager:
         keep_best: Best | Sequence[Best] | None = None,
         keep_every: int | dt.timedelta | None = None,
         save_every: int | dt.timedelta | None = None,
-        async_save: bool = False,
+        async_save: AsyncSave = False,
         guard: Guard = Guard(),  # noqa: B008 - frozen
         grads: bool | None = None,
         on_replay_mismatch: ReplayPolicy = "warn",
@@ -175,14 +181,14 @@ class CheckpointManager:
         self._mutex = threading.RLock()  # threads that call one manager take turns
         self._run = run = Run(registered, timeline, run_directory, membership, replay, settings["notes"])
         # Last: a manager that was refused leaves no hook on an optimizer behind.
-        self._capturer = Capturer(run, guard, grads, components, is_staged=async_save)
+        self._capturer = Capturer(run, guard, grads, components, is_staged=bool(async_save))
         self._restorer = Restorer(run)
         self._saver = Saver(
             run,
             self._capturer,
             self._restorer,
             pruning,
-            asynchronous=async_save,
+            async_save=async_save,
             progress=None if progress is None else functools.partial(progress, "save"),
             on_commit=None if self._hook is None else self._hook.committed,
         )
@@ -253,6 +259,7 @@ class CheckpointManager:
             if self._hook is not None:
                 closing.callback(self._hook.close)
             closing.callback(self._steps.close)
+            closing.callback(self._saver.close)
             closing.callback(self._capturer.close)
             closing.callback(self._signals.restore)
             if self._run.membership.was_rank_zero:
@@ -531,7 +538,10 @@ def _check_options(*, guard: Any, async_save: Any, grads: Any, ranks: Any, progr
         raise TypeError(f"guard must be a Guard; got {type(guard).__name__}")
     if not isinstance(ranks, Ranks):
         raise TypeError(f"ranks must be a Ranks; got {type(ranks).__name__}")
-    checked_bool("async_save", async_save)
+    if not isinstance(async_save, bool) and async_save != "process":
+        raise TypeError(f'async_save must be True, False or "process"; got {async_save!r}')
+    if async_save == "process" and (reason := why_impossible()) is not None:
+        raise ValueError(f'async_save="process" cannot be had here: {reason}. Use async_save=True')
     checked_bool("save_on_exit", save_on_exit)
     if grads is not None and not isinstance(grads, bool):
         raise TypeError(f"grads must be True, False or None; got {grads!r}")

@@ -246,6 +246,7 @@ def test_public_names_are_pinned():
         "RanksDisagreeError", "GroupDestroyedError",
         "ReplicaDriftWarning", "ComponentChangedWarning",
         "MirrorError", "MirrorUnreachableError", "MirrorTakenError", "MirrorUnsafeError", "MirrorBehindError",
+        "WritingProcessError",
     }  # fmt: skip
     assert set(safeckpt.__all__) == contract
 

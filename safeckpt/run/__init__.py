@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from safeckpt.run.rollback import Rollback
     from safeckpt.run.run import Run
     from safeckpt.run.run_directory import RunDirectory
-    from safeckpt.run.saving import Saver
+    from safeckpt.run.saving import AsyncSave, Saver
     from safeckpt.run.steps import Steps
     from safeckpt.run.timeline import Timeline
 else:
@@ -20,6 +20,7 @@ else:
     __getattr__ = module_getattr(
         __name__,
         {
+            "AsyncSave": "safeckpt.run.saving",
             "Capturer": "safeckpt.run.capturing",
             "Membership": "safeckpt.run.membership",
             "Replay": "safeckpt.run.replay",
@@ -37,6 +38,7 @@ else:
     )
 
 __all__ = [
+    "AsyncSave",
     "Capturer",
     "Membership",
     "Replay",

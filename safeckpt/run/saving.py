@@ -15,7 +15,7 @@ import functools
 import operator
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
@@ -48,12 +48,15 @@ from safeckpt.run.restoring import Restorer
 from safeckpt.run.run import Run
 from safeckpt.run.run_directory import Place
 from safeckpt.run.writers import MemoryCopy, Parts, World, Writer, both_parts, rewrite_header, writer_of
+from safeckpt.run.writing_process import WritingProcess
 from safeckpt.state import Staging, capture
 from safeckpt.state.loss import Loss
 from safeckpt.system.threads import Progress
 from safeckpt.system.warn import warn_caller
 
-__all__ = ["Saver"]
+__all__ = ["AsyncSave", "Saver"]
+
+AsyncSave: TypeAlias = bool | Literal["process"]
 
 
 class _Captured(NamedTuple):
@@ -125,7 +128,7 @@ class Saver:
         capturer: Captures this rank's part.
         restorer: Compares the state with what is on disk.
         pruning: Deletes what is no longer needed.
-        asynchronous: Whether a thread writes.
+        async_save: Whether a thread writes, or has a process write.
         progress: Told how much of a file is written.
         on_commit: Called with each checkpoint after its commit, on rank 0.
     """
@@ -137,7 +140,7 @@ class Saver:
         restorer: Restorer,
         pruning: Pruning,
         *,
-        asynchronous: bool,
+        async_save: AsyncSave,
         progress: Progress | None = None,
         on_commit: Callable[[Checkpoint], object] | None = None,
     ) -> None:
@@ -146,8 +149,9 @@ class Saver:
         self._restorer = restorer
         self._pruning = pruning
         self._progress = progress
-        self._write_content: Write = write_here
-        self._staging = Staging() if asynchronous else None
+        self._process = WritingProcess() if async_save == "process" else None
+        self._write_content: Write = write_here if self._process is None else self._process.write
+        self._staging = Staging(shared=self._process is not None) if async_save else None
         self._is_checked = False
         self._is_warm = False
         self._background = BackgroundWriter()
@@ -172,6 +176,11 @@ class Saver:
         except NonFiniteError as error:
             self.note_refusal(error)
             raise
+
+    def close(self) -> None:
+        """Let the writing process end; one that is still at work ends with this process."""
+        if self._process is not None and not self._background.busy:
+            self._process.close()
 
     def save(
         self, step: int, loss: Any, metrics: Mapping[str, Any] | None, refusal: BaseException | None = None

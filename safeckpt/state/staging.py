@@ -2,23 +2,31 @@
 
 Touching fresh memory costs several times the copy itself. So the buffers of the last copy are kept and filled again
 as long as the state keeps its shape, and the first ones can be made ready in the background.
+
+Where another process is to read a copy, its buffers are in memory that is shared with it.
 """
 
 from __future__ import annotations
 
 import copy
+import os
 import threading
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from safeckpt.state.transfer import Transfer, fresh
 from safeckpt.state.tree import Cluster, cloned, clusters_of, local_part, map_tensors, named_tensors
+from safeckpt.system.shared_memory import SharedMemory
 from safeckpt.system.threads import start
 from safeckpt.system.torch_private import with_local_part
 
 __all__ = ["Staging"]
 
+_ALIGNMENT_BYTES = 64
+_MOST_SHARED = 8  # pieces of shared memory, each of which takes descriptors
 _TOUCHED_BYTES = 4 << 20  # at a time, so that the thread that touches gives the others their turn
 
 # What a buffer is good for: its length in elements, their type, and whether a device copies into it.
@@ -28,9 +36,16 @@ _Position = tuple[int, torch.Size, tuple[int, ...]]
 
 
 class Staging:
-    """Host memory for one copy of a state."""
+    """Host memory for one copy of a state.
 
-    def __init__(self) -> None:
+    Args:
+        shared: Whether it is memory that another process can map.
+    """
+
+    def __init__(self, *, shared: bool = False) -> None:
+        self._make = _shared_buffers if shared else _own_buffers
+        self._made = 0  # how often
+        self._pid = os.getpid()
         self._layout: list[tuple[_Kind, list[_Position]]] = []
         self._places: list[tuple[torch.Tensor, list[torch.Tensor]]] = []  # by cluster: the buffer, and views of it
         self._spare: dict[_Kind, list[torch.Tensor]] = {}
@@ -43,18 +58,20 @@ class Staging:
         kinds = [_kind_of(cluster) for cluster in clusters_of(tensor for _, tensor in named_tensors(tree))]
 
         def work() -> None:
+            buffers = self._make(kinds)
             for kind in kinds:
                 if self._warming is None:  # a copy was made meanwhile
                     return
                 try:
-                    buffer = _new(kind)
-                except RuntimeError:  # out of memory: the first copy says so
+                    buffer = next(buffers)
+                except (RuntimeError, OSError):  # out of memory: the first copy says so
                     return
                 memory = buffer.view(torch.uint8).numpy()
                 for low in range(0, len(memory), _TOUCHED_BYTES):
                     memory[low : low + _TOUCHED_BYTES] = 0
                 self._spare.setdefault(kind, []).append(buffer)
 
+        self._made += 1
         self._warming = threading.Thread(target=work, name="safeckpt-warm", daemon=True)
         start(self._warming)  # without a thread the first copy makes its own memory
 
@@ -102,6 +119,8 @@ class Staging:
             if self._warming.is_alive():
                 self._warming.join()
             self._warming = None
+        if self._pid != os.getpid():  # a forked child, whose parent may be using what both share
+            self._layout, self._places, self._spare, self._pid = [], [], {}, os.getpid()
         layout = [
             (
                 _kind_of(cluster),
@@ -115,11 +134,15 @@ class Staging:
         for (kind, _), (buffer, _) in zip(self._layout, self._places, strict=True):
             spare.setdefault(kind, []).append(buffer)
         self._layout, self._places, self._spare = [], [], {}  # should this be interrupted, it starts from nothing
+        if self._made >= _MOST_SHARED:
+            spare, self._made = {}, 0
         taken = [spare[kind].pop() if spare.get(kind) else None for kind, _ in layout]
         spare.clear()  # what does not fit is freed before more is made: two copies may not fit
+        made = self._make([kind for (kind, _), reused in zip(layout, taken, strict=True) if reused is None])
+        self._made += 1
         places = []
-        for (kind, positions), reused in zip(layout, taken, strict=True):
-            buffer = _new(kind) if reused is None else reused
+        for (_, positions), reused in zip(layout, taken, strict=True):
+            buffer = next(made) if reused is None else reused
             places.append((buffer, [buffer.as_strided(size, stride, offset) for offset, size, stride in positions]))
         self._places = places
         self._layout = layout
@@ -129,8 +152,35 @@ def _kind_of(cluster: Cluster) -> _Kind:
     return cluster.numel, cluster.dtype, cluster.device.type == "cuda"
 
 
-def _new(kind: _Kind) -> torch.Tensor:
-    numel, dtype, pinned = kind
+def _own_buffers(kinds: Sequence[_Kind]) -> Iterator[torch.Tensor]:
+    """Yield a buffer of this process for each kind."""
+    for numel, dtype, pinned in kinds:
+        if pinned:
+            yield torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
+        else:
+            yield fresh((numel,), (1,), dtype)
+
+
+def _shared_buffers(kinds: Sequence[_Kind]) -> Iterator[torch.Tensor]:
+    """Yield a buffer for each kind, all in one piece of shared memory, or in two where a device copies into some."""
+    sizes = [numel * dtype.itemsize for numel, dtype, _ in kinds]
+    ends = {False: 0, True: 0}
+    starts = []
+    for (_, _, pinned), size in zip(kinds, sizes, strict=True):
+        starts.append(ends[pinned])
+        ends[pinned] += size + -size % _ALIGNMENT_BYTES
+    memories = {pinned: _shared_memory(end, pinned=pinned) for pinned, end in ends.items() if end}
+    for (_, dtype, pinned), size, low in zip(kinds, sizes, starts, strict=True):
+        if size:
+            yield torch.frombuffer(memories[pinned], dtype=torch.uint8, count=size, offset=low).view(dtype)
+        else:
+            yield torch.empty(0, dtype=dtype, device="cpu")
+
+
+def _shared_memory(nbytes: int, *, pinned: bool) -> SharedMemory:
+    memory = SharedMemory(nbytes)
     if pinned:
-        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
-    return fresh((numel,), (1,), dtype)
+        runtime = torch.cuda.cudart()
+        torch.cuda.check_error(int(runtime.cudaHostRegister(memory.address, nbytes, 0)))
+        weakref.finalize(memory, runtime.cudaHostUnregister, memory.address).atexit = False
+    return memory
