@@ -1,12 +1,10 @@
-"""Real servers of object stores on the loopback address, each a process of its own; what is not installed is skipped.
-
-No emulator of Google Cloud Storage is among them: those that can be had know its JSON interface, obstore speaks XML.
-"""
+"""Servers of object stores on the loopback address, each a process of its own; what is not installed is skipped."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
 import shutil
 import socket
@@ -120,6 +118,19 @@ def rclone(folder: Path) -> Iterator[Server]:
     command = [program, "serve", "s3", "--addr", f"127.0.0.1:{port}", "--auth-key", "test,test-secret-key"]
     with process([*command, str(folder / "files")], endpoint, folder / "rclone.log"):
         yield Server(endpoint, "s3://bucket", {**KEYS, "endpoint": endpoint})
+
+
+@contextlib.contextmanager
+def gcs(folder: Path) -> Iterator[Server]:
+    """Google Cloud Storage as far as obstore asks for it."""
+    need("obstore")
+    port = free_port()
+    endpoint = f"http://127.0.0.1:{port}"
+    code = Path(__file__).with_name("gcs_server.py")
+    with process([sys.executable, str(code), str(port)], endpoint, folder / "gcs.log"):
+        account = {"gcs_base_url": endpoint, "disable_oauth": True}
+        account |= {"client_email": "", "private_key": "", "private_key_id": ""}
+        yield Server(endpoint, "gs://bucket", {"service_account_key": json.dumps(account)})
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from tests.training import Marked, Run
 _numbers = itertools.count()
 
 
-@pytest.fixture(scope="module", params=["moto", "azurite"])
+@pytest.fixture(scope="module", params=["moto", "gcs", "azurite"])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.Server]:
     """Each store that honours conditions."""
     with getattr(servers, request.param)(tmp_path_factory.mktemp("server")) as one:
