@@ -38,6 +38,7 @@ from safeckpt.run.pruning import Pruning
 from safeckpt.run.saved_hook import SavedHook
 from safeckpt.run.schedule import SaveSchedule
 from safeckpt.run.stop_signals import StopSignals
+from safeckpt.run.stop_time import StopTime
 from safeckpt.run.writing_process import why_impossible
 from safeckpt.state import Guard, register, uncaptured
 from safeckpt.store import Best, CheckpointDirectory, WriterLock
@@ -79,6 +80,9 @@ class CheckpointManager:
             one: `"warn"` for a `ReplayMismatchWarning`, `"error"` for a `ReplayMismatchError`, `"ignore"`.
         stop_signals: Signals that ask the run to stop, for example `(signal.SIGTERM, signal.SIGUSR1)`: the next
             `end_step` saves, and `stop_requested` is True. Only in the main thread.
+        stop_before: When to stop as by a signal: a `datetime` with a time zone, before which the last save is whole, or
+            a `timedelta`, which is how long before the end of the allocation that is (Slurm and GitLab CI tell the
+            end). The longest save so far and the last step are taken off besides.
         lock_timeout_seconds: How long to wait for another writer of the directory.
         ranks: With an initialised process group: how to wait for the other processes and what they compare.
         progress: Called as `progress(what, done_bytes, total_bytes)` every few megabytes while a checkpoint is written
@@ -124,9 +128,9 @@ class CheckpointManager:
         save_every: int | dt.timedelta | None = None,
         async_save: AsyncSave = False,
         guard: Guard = Guard(),  # noqa: B008 - frozen
-        grads: bool | None = None,
         on_replay_mismatch: ReplayPolicy = "warn",
         stop_signals: Iterable[int] = (),
+        stop_before: dt.timedelta | dt.datetime | None = None,
         lock_timeout_seconds: float = 10.0,
         ranks: Ranks = Ranks(),  # noqa: B008 - frozen
         progress: Callable[[str, int, int], object] | None = None,
@@ -138,7 +142,6 @@ class CheckpointManager:
         _check_options(
             guard=guard,
             async_save=async_save,
-            grads=grads,
             ranks=ranks,
             progress=progress,
             save_on_exit=save_on_exit,
@@ -151,7 +154,6 @@ class CheckpointManager:
             "keep_every": keep_every,
             "save_every": save_every,
             "async_save": async_save,
-            "grads": grads,
             "ranks": dataclasses.replace(ranks, process_group=None),  # each process has another object for it
             "notes": checked_notes(notes),
         }
@@ -175,13 +177,14 @@ class CheckpointManager:
         replay = Replay(files.losses, on_replay_mismatch, run_directory.add_event, lambda: lock.held)
         for line in uncaptured(components):
             warn_caller(f"Not captured: {line}.", UncapturedStateWarning)
+        self._stop_time = StopTime(stop_before)
         self._signals = StopSignals(stop_signals)
         membership.on_lost = self._signals.give_up
         self._save_on_exit = save_on_exit
         self._mutex = threading.RLock()  # threads that call one manager take turns
         self._run = run = Run(registered, timeline, run_directory, membership, replay, settings["notes"])
         # Last: a manager that was refused leaves no hook on an optimizer behind.
-        self._capturer = Capturer(run, guard, grads, components, is_staged=bool(async_save))
+        self._capturer = Capturer(run, guard, components, is_staged=bool(async_save))
         self._restorer = Restorer(run)
         self._saver = Saver(
             run,
@@ -192,7 +195,7 @@ class CheckpointManager:
             progress=None if progress is None else functools.partial(progress, "save"),
             on_commit=None if self._hook is None else self._hook.committed,
         )
-        self._steps = Steps(run, self._capturer, self._saver, lambda: self._signals.requested)
+        self._steps = Steps(run, self._capturer, self._saver, self._is_stop_requested)
         self._rollback = Rollback(run, self._restorer, self._saver, self._steps)
 
     @property
@@ -217,12 +220,17 @@ class CheckpointManager:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether one of `stop_signals` has come: a loop can ask during evaluation or warm-up, and leave.
+        """Whether one of `stop_signals` has come, or the time of `stop_before`: also for a loop to ask in between.
 
         With a process group: whether all ranks know that one of them got it, which is at the next step at which they
         agree.
         """
         return self._steps.stop_requested
+
+    def _is_stop_requested(self, needed_seconds: float) -> bool:
+        """Return whether this process was asked to stop, or has to, to do what takes this long before its end."""
+        sending = 0.0 if self.mirror is None else self.mirror.stop_seconds
+        return self._signals.requested or self._stop_time.is_reached(needed_seconds + sending)
 
     def __enter__(self) -> Self:
         return self
@@ -255,7 +263,9 @@ class CheckpointManager:
         with contextlib.ExitStack() as closing:  # each of them, whatever another one raises
             closing.callback(self._run.close)
             if self.mirror is not None:
-                closing.callback(self.mirror.close, hurried=failed or self._signals.requested)
+                closing.callback(
+                    self.mirror.close, hurried=failed or self._signals.requested or self._stop_time.reached
+                )
             if self._hook is not None:
                 closing.callback(self._hook.close)
             closing.callback(self._steps.close)
@@ -342,7 +352,7 @@ class CheckpointManager:
     ) -> Checkpoint | None:
         """Tell the manager that a step is done: the loss is guarded and recorded, and a checkpoint saved when due.
 
-        One is due by `save_every`, and at once when a stop signal has come.
+        One is due by `save_every`, and at once when a stop signal has come or the time of `stop_before`.
 
         After a restart, losses that were recorded before it are computed again. Each is compared with the recorded
         one, with `==`: `replay` has the result, and the log of `safeckpt` says when all were equal.
@@ -376,14 +386,14 @@ class CheckpointManager:
 
     @property
     def is_due(self) -> bool:
-        """Whether `save_due` has something to save: a checkpoint is owed, or a stop signal has come since.
+        """Whether `save_due` has something to save: a checkpoint is owed, or a stop was requested since.
 
         The same on all ranks of a process group.
         """
         return self._steps.is_due
 
     def save_due(self, *, metrics: Mapping[str, Any] | None = None) -> Checkpoint | None:
-        """Save the last step that ended, if `end_step(save=False)` owes its checkpoint or a stop signal has come.
+        """Save the last step that ended, if `end_step(save=False)` owes its checkpoint or a stop was requested.
 
         Objects, random streams and gradients are saved as they are now, the loader's position as it was when the step
         ended, or at the start of the next epoch when the epoch has ended since. Guarded as in `save`. `save` of that
@@ -527,7 +537,7 @@ class CheckpointManager:
             return self._rollback.roll_back(skip_batches=skip_batches, changed=changed, most=max_rollbacks)
 
 
-def _check_options(*, guard: Any, async_save: Any, grads: Any, ranks: Any, progress: Any, save_on_exit: Any) -> None:
+def _check_options(*, guard: Any, async_save: Any, ranks: Any, progress: Any, save_on_exit: Any) -> None:
     """Refuse options of a wrong kind.
 
     Raises:
@@ -543,7 +553,5 @@ def _check_options(*, guard: Any, async_save: Any, grads: Any, ranks: Any, progr
     if async_save == "process" and (reason := why_impossible()) is not None:
         raise ValueError(f'async_save="process" cannot be had here: {reason}. Use async_save=True')
     checked_bool("save_on_exit", save_on_exit)
-    if grads is not None and not isinstance(grads, bool):
-        raise TypeError(f"grads must be True, False or None; got {grads!r}")
     if progress is not None and not callable(progress):
         raise TypeError(f"progress must be callable as progress(what, done_bytes, total_bytes); got {progress!r}")

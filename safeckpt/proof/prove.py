@@ -62,7 +62,7 @@ def prove_resume(
         ablations: Also leave out one component at a time at the restore, and report at which step that first shows.
         restore: What your script does between the construction of the manager and the first step, called as
             `restore(manager, components)`; `manager.restore()` when it is not given.
-        manager_options: More arguments for the `CheckpointManager`, such as `guard` or `grads`.
+        manager_options: More arguments for the `CheckpointManager`, such as `guard`.
         in_process: True for this process; False to insist on fresh ones; None for fresh ones where it is possible.
         progress: Called with a line before each run.
 

@@ -80,19 +80,15 @@ class Capturer:
     Args:
         run: The run.
         guard: What has to be finite.
-        grads: Which gradients are part of the state; see `CheckpointManager`.
         given: The mapping of components that the caller gave, and may change.
         is_staged: Whether what is captured is copied before ranks compare its values.
     """
 
-    def __init__(
-        self, run: Run, guard: Guard, grads: bool | None, given: Mapping[str, Any], *, is_staged: bool = False
-    ) -> None:
+    def __init__(self, run: Run, guard: Guard, given: Mapping[str, Any], *, is_staged: bool = False) -> None:
         self._run = run
         self._given = given
         self._objects = dict(given)
         self._guard = guard
-        self._grads = grads
         self._is_staged = is_staged
         self._baseline = Baseline(run.components)
         self._hidden = HiddenState(run.components)
@@ -122,7 +118,8 @@ class Capturer:
         run.timeline.check_save(step)
         self._refuse_replaced()
         metrics = checked_metrics(metrics)
-        gradients = self._captured_gradients()
+        refuse_unreduced(run.components)
+        gradients = self._gradients.pending()
         if self._is_interrupted(step):
             gradients = {}  # its batches come again, and their gradients with them
         else:
@@ -236,12 +233,6 @@ class Capturer:
         elif between_micro_steps:
             for loader in self._loaders:
                 loader.end_micro_step()
-
-    def _captured_gradients(self) -> Mapping[str, torch.Tensor]:
-        if self._grads is False:
-            return {}
-        refuse_unreduced(self._run.components)
-        return self._gradients.pending() if self._grads is None else self._gradients.all()
 
     def _refusal(self, step: int, loss: Loss, verdict: GuardResult) -> NonFiniteError:
         """Note a refusal and return the error to raise."""

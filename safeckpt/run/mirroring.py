@@ -311,6 +311,11 @@ class RunMirror:
         self._worker.committed(step, rank=rank, size=size)
 
     @property
+    def stop_seconds(self) -> float:
+        """How long `close` may wait at a stop, for what no save has waited for."""
+        return min(self._mirror.timeout_seconds, self._mirror.stop_seconds) if self._mirror.wait == "close" else 0.0
+
+    @property
     def waits_at_saves(self) -> bool:
         """Whether a save returns only when the checkpoint is in the store."""
         return self._mirror.wait == "save"

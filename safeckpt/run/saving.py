@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import operator
 import os
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -131,6 +132,9 @@ class Saver:
         async_save: Whether a thread writes, or has a process write.
         progress: Told how much of a file is written.
         on_commit: Called with each checkpoint after its commit, on rank 0.
+
+    Attributes:
+        longest_seconds: The longest time that a save has taken until it was durable, in the background as well.
     """
 
     def __init__(
@@ -159,6 +163,8 @@ class Saver:
         self._memory: MemoryCopy | None = None
         self._drift: str | None = None  # what the save before has found, and nobody was told
         self._plans = PlanCache()
+        self.longest_seconds = 0.0
+        self._began = 0.0  # when the last save did
 
     @property
     def memory(self) -> MemoryCopy | None:
@@ -193,6 +199,18 @@ class Saver:
             metrics: Its metrics.
             refusal: What this rank has refused since the ranks met last: raised on all of them.
         """
+        began = self._began = time.monotonic()
+        try:
+            return self._save(step, loss, metrics, refusal)
+        finally:
+            self._note_seconds(began)
+
+    def _note_seconds(self, began: float) -> None:
+        self.longest_seconds = max(self.longest_seconds, time.monotonic() - began)
+
+    def _save(
+        self, step: int, loss: Any, metrics: Mapping[str, Any] | None, refusal: BaseException | None
+    ) -> Checkpoint:
         run, group = self._run, self._run.group
         if self._background.busy:
             run.directory.add_event("waited", step, reason="the save before is still being written")
@@ -421,7 +439,9 @@ class Saver:
         background = self._run.group.for_background()
         is_first = timeline.saved_step is None
         timeline.expect_save(checkpoint.step)
-        job = functools.partial(self._write_in_background, background, what, draft, summary, place, is_first=is_first)
+        job = functools.partial(
+            self._write_in_background, background, what, draft, summary, place, is_first=is_first, began=self._began
+        )
         self._memory = MemoryCopy(checkpoint.step, draft.captured)
         try:
             self._background.start(job, f"the save of step {checkpoint.step}")
@@ -433,7 +453,7 @@ class Saver:
         return checkpoint
 
     def _write_in_background(
-        self, group: Group, what: str, draft: Draft, summary: _Summary, place: Place, *, is_first: bool
+        self, group: Group, what: str, draft: Draft, summary: _Summary, place: Place, *, is_first: bool, began: float
     ) -> None:
         try:
             if group.size > 1:
@@ -445,6 +465,8 @@ class Saver:
             self._run.directory.drop(place)
             self._run.timeline.fail_save()
             raise
+        finally:
+            self._note_seconds(began)
 
     def _compare_copies(
         self, group: Group, what: str, draft: Draft, summary: _Summary, *, is_first: bool

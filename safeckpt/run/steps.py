@@ -122,14 +122,14 @@ class Steps:
         run: The run.
         capturer: Refuses a loss that is not finite.
         saver: Saves what is due.
-        stop_requested: Tells whether this process was asked to stop.
+        stop_requested: Tells whether this process was asked to stop, or has to, to do what takes so many seconds.
     """
 
-    def __init__(self, run: Run, capturer: Capturer, saver: Saver, stop_requested: Callable[[], bool]) -> None:
+    def __init__(self, run: Run, capturer: Capturer, saver: Saver, stop_requested: Callable[[float], bool]) -> None:
         self._run = run
         self._capturer = capturer
         self._saver = saver
-        self._is_asked_to_stop = stop_requested
+        self._stop_requested = stop_requested
         self._agreed_to_stop = False
         self._pending: BaseException | None = None
         self._unsaved: _Ended | None = None
@@ -139,6 +139,8 @@ class Steps:
         self._pace = _FIRST_PACE  # as they agreed last; the first time they wait for each other
         self._next_step = 0  # at which they agree again
         self._last_asked = 0, 0.0  # step and time
+        self._ended_at: float | None = None  # when the last step had ended, and was saved
+        self._step_seconds = 0.0  # how long it took, without a save
         self._loaders = {name: one.obj for name, one in run.components.items() if has_attribute(one.obj, "leave_out")}
         self._watch = StreamWatch(component.obj for component in run.components.values())
         self._handed_out: deque[tuple[int, dict[str, Any]]] = deque(maxlen=2 * run.membership.ranks.agree_every + 2)
@@ -147,6 +149,16 @@ class Steps:
     def stop_requested(self) -> bool:
         """Whether this process was asked to stop; in a group, whether all ranks know that one of them was."""
         return self._agreed_to_stop if in_group() else self._is_asked_to_stop()
+
+    def _is_asked_to_stop(self) -> bool:
+        """Return whether this process was asked to stop, or has no time for one more step and its save."""
+        heeded = _STOP_SECONDS if in_group() else 0.0
+        return self._stop_requested(self._step_seconds + self._saver.longest_seconds + heeded)
+
+    def _time_step(self) -> None:
+        now = time.monotonic()
+        self._step_seconds = 0.0 if self._ended_at is None else now - self._ended_at
+        self._ended_at = now
 
     @property
     def is_owed(self) -> bool:
@@ -174,6 +186,7 @@ class Steps:
         self._pending = None
         self._unsaved = None
         self._is_owed = False
+        self._ended_at = None
         self._asked, self._next_step, self._pace = None, 0, _FIRST_PACE
         self._watch.end()
 
@@ -188,7 +201,10 @@ class Steps:
 
     def _save(self, step: int, loss: Any, metrics: Mapping[str, Any] | None) -> Checkpoint:
         pending, self._pending = self._pending, None
-        return self._saver.save(step, loss, metrics, pending)
+        try:
+            return self._saver.save(step, loss, metrics, pending)
+        finally:
+            self._ended_at = time.monotonic()
 
     def save_due(self, metrics: Mapping[str, Any] | None) -> Checkpoint | None:
         """Save the last step that ended, where that was put off or a stop was requested since."""
@@ -216,6 +232,7 @@ class Steps:
         step = checked_step(step)
         self._refuse_debt()
         run.timeline.check_end(step)
+        self._time_step()
         if run.group.size > 1:
             value = self._note_loss(step, loss, metrics)
             is_due = self._end_in_group(step)

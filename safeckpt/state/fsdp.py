@@ -54,7 +54,7 @@ def refuse_unreduced(components: Mapping[str, Component]) -> None:
             type_name=f"gradient, one of {len(found)}",
             reason="it is not reduced over all ranks yet, since set_requires_gradient_sync(False) or "
             "set_requires_all_reduce(False) was called, and without it the run would go on as another one",
-            cure="save after the last micro-step of an accumulation, or with grads=False if it may be lost.",
+            cure="save after the last micro-step of an accumulation.",
         )
 
 

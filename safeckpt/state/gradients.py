@@ -58,10 +58,6 @@ class Gradients:
         named = [entry for one in self._components.values() for entry in one.parameter_names().items()]
         return dict({id(parameter): (name, parameter) for name, parameter in reversed(named)}.values())
 
-    def all(self) -> dict[str, torch.Tensor]:
-        """Return every gradient there is, by the parameter's first name."""
-        return {name: p.grad.detach() for name, p in self._named().items() if p.grad is not None}
-
     def pending(self) -> dict[str, torch.Tensor]:
         """Return the gradients that a backward pass has touched since their optimizer's last step."""
         held = [(id(optimizer), {id(p) for p in _parameters(optimizer)}) for optimizer in self._optimizers]

@@ -186,7 +186,7 @@ class _Managed(_Save):
 
     def __init__(self, folder: Path, live: Everything) -> None:
         super().__init__(folder, live)
-        self.manager = CheckpointManager(folder, live.components, keep_last=1, grads=True, **self.options)
+        self.manager = CheckpointManager(folder, live.components, keep_last=1, **self.options)
         self.step = 0
         self()
 

@@ -238,7 +238,7 @@ def _try(fail: _Fail, order: list[str], raising: _Raising, outcome: Outcome) -> 
     where = f"{fail.__name__[1:]}: {raising}, in {order}"
     with scratch() as folder, quiet(), warnings.catch_warnings(), outcome.judging(where):
         warnings.simplefilter("error")
-        with CheckpointManager(folder, components, keep_last=2, grads=True, save_on_exit=False) as manager:
+        with CheckpointManager(folder, components, keep_last=2, save_on_exit=False) as manager:
             _train(components, 1)
             manager.save(1)
             first = _photo(components)

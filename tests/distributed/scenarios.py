@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
 import errno
 import functools
 import resource
@@ -297,6 +298,21 @@ def signal_to_one_rank(path: Path, kind: Kind) -> Any:
                 signal.raise_signal(signal.SIGUSR1)
             loss = run.step(number)
             if manager.end_step(number, loss=loss) is not None:
+                saved.append(number)
+            if manager.stop_requested:
+                break
+        return saved, number
+
+
+@scenario
+def time_limit_of_one_rank(path: Path, kind: Kind) -> Any:
+    run = Run(kind)
+    now, hour = dt.datetime.now(dt.UTC), dt.timedelta(hours=1)
+    end = now - hour if rank() == 1 else now + hour
+    with manager_of(run, path, stop_before=end, ranks=safeckpt.Ranks(agree_every=3)) as manager:
+        saved = []
+        for number in range(1, 30):
+            if manager.end_step(number, loss=run.step(number)) is not None:
                 saved.append(number)
             if manager.stop_requested:
                 break

@@ -21,6 +21,7 @@ ONLY: dict[Kind, tuple[str, ...]] = {
     "ddp": (
         "drifted_replica",
         "signal_to_one_rank",
+        "time_limit_of_one_rank",
         "rename_that_is_seen_late",
         "different_calls",
     ),
@@ -198,6 +199,14 @@ def test_signal_to_one_rank_stops_all_at_one_step(seen: list[dict[str, Any]]) ->
     assert other == (saved, last)
     assert saved == [last]
     assert 4 <= last <= 4 + 2 * 3
+
+
+def test_time_limit_of_one_rank_stops_all_at_one_step(seen: list[dict[str, Any]]) -> None:
+    """The clock of one node is enough, and the steps need not be the first: all save the same one, once."""
+    (saved, last), other = of(seen, "time_limit_of_one_rank")
+    assert other == (saved, last)
+    assert saved == [last]
+    assert 1 <= last <= 1 + 2 * 3
 
 
 def test_state_that_does_not_fit_on_one_rank_changes_no_rank(seen: list[dict[str, Any]]) -> None:

@@ -46,7 +46,6 @@ NONSENSE: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"lock_timeout_seconds": "10"}, TypeError, "timeout_seconds must be a number"),
     ({"lock_timeout_seconds": None}, TypeError, "timeout_seconds must be a number"),
     ({"on_replay_mismatch": "raise"}, ValueError, "on_replay_mismatch must be one of 'warn', 'error', 'ignore'"),
-    ({"grads": "all"}, TypeError, "grads must be True, False or None"),
     ({"async_save": 1}, TypeError, 'async_save must be True, False or "process"'),
 ]
 

@@ -142,6 +142,11 @@ def restore_then_draw(manager: safeckpt.CheckpointManager, c: Mapping[str, Any])
     torch.rand(1)
 
 
+def restore_then_clear_gradients(manager: safeckpt.CheckpointManager, c: Mapping[str, Any]) -> None:
+    manager.restore()
+    c["optimizer"].zero_grad()
+
+
 # -- loops that keep something from their manager ----------------------------------------------------------------------
 
 

@@ -51,10 +51,14 @@ def test_gradients_in_accumulation_are_part_of_an_exact_resume(repeats: int) -> 
     report.assert_exact()
 
 
-def test_gradients_in_accumulation_that_are_not_saved_are_named() -> None:
-    """A manager that was told not to save gradients loses a part of the sum, and the report says so."""
+def test_gradients_in_accumulation_that_are_cleared_are_named() -> None:
+    """A script that clears the restored gradients loses a part of the sum, and the report says so."""
     report = prove(
-        loops.build_accumulating, loops.accumulating_step, kill_at=10, repeats=1, manager_options={"grads": False}
+        loops.build_accumulating,
+        loops.accumulating_step,
+        kill_at=10,
+        repeats=1,
+        restore=loops.restore_then_clear_gradients,
     )
     assert report.first_divergence == 2  # the optimizer steps after the twelfth micro-step
     assert report.diverged_component == "gradients"

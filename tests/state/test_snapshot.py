@@ -71,7 +71,7 @@ def test_capture_changes_nothing_at_all():
     assert changes(before, photograph(**components)) == []
 
 
-@pytest.mark.parametrize("options", [{}, {"async_save": True}, {"grads": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"async_save": True}], ids=str)
 def test_save_changes_nothing_at_all(options, memory_path):
     """Building a manager, saving, waiting and closing leave every object as it was, gradients included."""
     components = whole()

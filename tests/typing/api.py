@@ -40,6 +40,7 @@ with safeckpt.CheckpointManager(
     async_save=True,
     guard=safeckpt.Guard(buffers=False, allow_nonfinite=("model.mask",)),
     stop_signals=(signal.SIGTERM,),
+    stop_before=dt.datetime.now(dt.UTC) + dt.timedelta(hours=8),
 ) as manager:
     assert_type(manager.restore(only=("model", "rng"), keep_live=["optimizer.lr"]), safeckpt.Checkpoint | None)
     assert_type(manager.restore(streams=False), safeckpt.Checkpoint | None)
