@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from safeckpt.remote import Mirror
     from safeckpt.run.catalog import Checkpoint, latest
     from safeckpt.run.replay import ReplayReport
-    from safeckpt.state import Guard, check_gradients, find_nonfinite
+    from safeckpt.state import Guard, TimesMedian, check_gradients, find_nonfinite
     from safeckpt.state.wrappers import register_wrapper
     from safeckpt.store import Best
     from safeckpt.warm_starting import WarmStartReport, warm_start
@@ -35,6 +35,7 @@ else:
         "ReplayReport": "safeckpt.run.replay",
         "ResumableLoader": "safeckpt.loader",
         "ResumeReport": "safeckpt.proof",
+        "TimesMedian": "safeckpt.state",
         "check_gradients": "safeckpt.state",
         "export": "safeckpt.exporting",
         "find_nonfinite": "safeckpt.state",
@@ -66,6 +67,7 @@ __all__ = [
     "ReplayReport",
     "ResumableLoader",
     "ResumeReport",
+    "TimesMedian",
     "WarmStartReport",
     "check_gradients",
     "export",

@@ -5,6 +5,7 @@
     SafeckptError(Exception)                                .path .rank
     |- SaveError                                            nothing was committed; earlier files are untouched
     |  |- NonFiniteError            (+ ValueError)           .step .loss .tensors
+    |  |- LossSpikeError            (+ ValueError)           .step .loss .limit .median
     |  |- UnsavableStateError       (+ TypeError)            .location .type_name
     |  |- StepExistsError           (+ FileExistsError)      .step
     |  |- DirectoryInUseError       (+ FileExistsError)      .directory .steps
@@ -76,6 +77,7 @@ __all__ = [
     "GroupError",
     "HyperparameterReplacedWarning",
     "LoadError",
+    "LossSpikeError",
     "MirrorBehindError",
     "MirrorError",
     "MirrorTakenError",
@@ -222,6 +224,43 @@ class NonFiniteError(SaveError, ValueError):
         self.step = step
         self.loss = loss
         self.tensors = tuple(tensors)
+
+
+class LossSpikeError(SaveError, ValueError):
+    """The loss is finite, and above what `Guard(loss_above=...)` allows.
+
+    Attributes:
+        step: The step to be saved or ended.
+        loss: The loss; of several numbers the largest.
+        limit: What it may be at most.
+        median: That of the losses before, where the limit is a multiple of it; else None.
+    """
+
+    def __init__(
+        self,
+        *,
+        step: int,
+        loss: float,
+        limit: float,
+        median: float | None = None,
+        good: str | None = None,
+        next_step: str = "look at the batch, or raise loss_above.",
+        path: object = None,
+    ) -> None:
+        before = "" if median is None else f", {limit / median:.6g} times the median {median:.6g} of the losses before"
+        super().__init__(
+            f"Step {step} was not saved: its loss {loss:.6g} is above {limit:.6g}{before}.",
+            good or _UNTOUCHED,
+            next_step,
+            path=path,
+        )
+        self.step = step
+        self.loss = loss
+        self.limit = limit
+        self.median = median
+
+
+REFUSALS = (NonFiniteError, LossSpikeError)  # of a step, after which a rollback goes on
 
 
 class UnsavableStateError(SaveError, TypeError):

@@ -40,7 +40,7 @@ from safeckpt.run.schedule import SaveSchedule
 from safeckpt.run.stop_signals import StopSignals
 from safeckpt.run.stop_time import StopTime
 from safeckpt.run.writing_process import why_impossible
-from safeckpt.state import Guard, register, uncaptured
+from safeckpt.state import Guard, LossLimit, register, uncaptured
 from safeckpt.store import Best, CheckpointDirectory, WriterLock
 from safeckpt.system.arguments import checked_bool
 from safeckpt.system.warn import warn_caller
@@ -72,10 +72,7 @@ class CheckpointManager:
             both share. For many small steps or tensors; on Linux only. It imports neither the script nor torch, and
             ends with this process. Where it is killed, the save fails with a `WritingProcessError`, and the next one
             starts another.
-        guard: What has to be finite, besides the loss and the parameters.
-        grads: Which gradients are part of the state. None: those that a backward pass has touched since their
-            optimizer's last step, so that a save between two micro-steps of gradient accumulation is exact. True: all.
-            False: none; a restore then begins with none, as after `zero_grad()`.
+        guard: What has to be finite, besides the loss and the parameters, and how large the loss may be.
         on_replay_mismatch: What to do when a loss that is computed again after a restart differs from the recorded
             one: `"warn"` for a `ReplayMismatchWarning`, `"error"` for a `ReplayMismatchError`, `"ignore"`.
         stop_signals: Signals that ask the run to stop, for example `(signal.SIGTERM, signal.SIGUSR1)`: the next
@@ -182,7 +179,15 @@ class CheckpointManager:
         membership.on_lost = self._signals.give_up
         self._save_on_exit = save_on_exit
         self._mutex = threading.RLock()  # threads that call one manager take turns
-        self._run = run = Run(registered, timeline, run_directory, membership, replay, settings["notes"])
+        self._run = run = Run(
+            registered,
+            timeline,
+            run_directory,
+            membership,
+            replay,
+            settings["notes"],
+            LossLimit(guard.loss_above),
+        )
         # Last: a manager that was refused leaves no hook on an optimizer behind.
         self._capturer = Capturer(run, guard, components, is_staged=bool(async_save))
         self._restorer = Restorer(run)
@@ -326,6 +331,7 @@ class CheckpointManager:
 
         Raises:
             NonFiniteError: The loss or a guarded tensor is NaN or Inf. Nothing was written, nothing rotated.
+            LossSpikeError: The loss is above the limit of the guard. Nothing was written, nothing rotated.
             UnsavableStateError: A value could not be loaded again. Nothing was written.
             StepExistsError: The step is the last one that was saved or restored, and the state is different now. With
                 the same state that checkpoint is returned, with a new loss or new metrics in it; one that was deleted
@@ -372,6 +378,7 @@ class CheckpointManager:
         Raises:
             RuntimeError: The checkpoint of the step before is owed, and nobody has tried to save it.
             NonFiniteError: The loss is NaN or Inf (or, when a save was due, a guarded tensor). Nothing was written.
+            LossSpikeError: The loss is above the limit of the guard. Nothing was written.
             OSError: The system refused the save that was due. The step has ended, and the next one tries to save again.
             ReplayMismatchError: The loss differs from the recorded one, and the manager was told to raise this. The
                 step does not count as ended.

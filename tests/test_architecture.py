@@ -233,7 +233,7 @@ def test_public_names_are_pinned():
     assert all(hasattr(safeckpt, name) for name in safeckpt.__all__)
     contract = {
         "Best", "Checkpoint", "CheckpointManager", "FileReport", "Guard", "Mirror", "NonFiniteTensor", "Ranks",
-        "ResumableLoader", "WarmStartReport", "warm_start",
+        "ResumableLoader", "TimesMedian", "LossSpikeError", "WarmStartReport", "warm_start",
         "ReplayReport", "ResumeReport", "check_gradients", "export", "find_nonfinite", "latest", "load",
         "prove_resume", "register_wrapper", "save", "verify",
         "SafeckptError", "SaveError", "NonFiniteError", "UnsavableStateError", "StepExistsError", "DirectoryInUseError",

@@ -42,7 +42,7 @@ def failure_of(error: BaseException, rank: int | None) -> Failure:
     if getattr(errors, kind.__name__, None) is kind or kind.__module__ == "builtins":
         with contextlib.suppress(TypeError, AttributeError, pickle.PicklingError):
             data = pickle.dumps(error)
-    step = error.step if isinstance(error, errors.NonFiniteError | errors.ReplayMismatchError) else None
+    step = error.step if isinstance(error, (*errors.REFUSALS, errors.ReplayMismatchError)) else None
     name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
     return Failure(rank, step, name, str(error), data)
 

@@ -3,12 +3,14 @@
 The payload that rank 0 captured is the checkpoint: what ranks share is in it once. What rank n has otherwise is::
 
     {"rng": {...}, "states": {component: state}, "buffers": {module: {key: tensor}},
-     "losses": {optimizer: {number: loss}}, "records": {component: record}, "environment": {...}, "gradients": {...}}
+     "losses": {optimizer: {number: loss}}, "records": {component: record}, "environment": {...}, "gradients": {...},
+     "recent_losses": {...}}
 
-Random streams are always there; anything else only where it differs from rank 0's. In a file, which rank 0 writes, the
-payload holds them all, `"safeckpt": {..., "world_size": n, "ranks": [state of rank 1, state of rank 2, ...]}`. In a
-directory each is a tensor of bytes under the key `safeckpt.rank.<n>`, which rank n writes into its own file and reads
-by itself: the index does not grow with the ranks. One process alone writes neither; its file is what it always was.
+Random streams, and the losses by which the next one is judged, are always there; anything else only where it differs
+from rank 0's. In a file, which rank 0 writes, the payload holds them all, `"safeckpt": {..., "world_size": n, "ranks":
+[state of rank 1, state of rank 2, ...]}`. In a directory each is a tensor of bytes under the key `safeckpt.rank.<n>`,
+which rank n writes into its own file and reads by itself: the index does not grow with the ranks. One process alone
+writes neither; its file is what it always was.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ _STAGE = "stage"
 _OF_THE_WORLD = frozenset({"world_size", "own_gradients", "ranks", _STAGE})
 # Ranks that train one model hold equal states of these; of everything else each may have its own.
 _REPLICATED = frozenset({"module", "optimizer", "scheduler", "scaler"})
+_OF_EACH_RANK = ("rng", "recent_losses")  # never the same
 _LOSS = "prev_loss"  # of L-BFGS, in the state of its first parameter
 
 
@@ -235,7 +238,7 @@ def rank_state_of(payload: Mapping[str, Any], digests: Mapping[str, str], first:
         first: Those of rank 0.
     """
     mine = payload[RESERVED_KEY]
-    own: dict[str, Any] = {"rng": mine["rng"]}
+    own: dict[str, Any] = {name: mine[name] for name in _OF_EACH_RANK if name in mine}
     if digests[_STAGE] != first[_STAGE]:
         own[_STAGE] = digests[_STAGE]
     for name, piece in _pieces(payload).items():
@@ -392,7 +395,7 @@ def _refuse_sharded(states: Mapping[str, Any], records: Mapping[str, Any], path:
 
 
 def _overlay(result: dict[str, Any], reserved: dict[str, Any], mine: Mapping[str, Any]) -> None:
-    reserved["rng"] = mine["rng"]
+    reserved.update({name: mine[name] for name in _OF_EACH_RANK if name in mine})
     reserved["environment"] = mine.get("environment", reserved["environment"])
     if "gradients" in mine:  # also where it has none and rank 0 has one; the parts of sharded ones are place holders
         sharded = {name: grad for name, grad in reserved["gradients"].items() if not isinstance(grad, torch.Tensor)}

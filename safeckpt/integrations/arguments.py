@@ -7,9 +7,13 @@ import threading
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeAlias
 
-__all__ = ["OnNonfinite", "check_on_nonfinite", "stop_signals_or_default", "with_components"]
+from safeckpt import LossSpikeError, NonFiniteError
+
+__all__ = ["REFUSALS", "OnNonfinite", "Refusal", "check_on_nonfinite", "stop_signals_or_default", "with_components"]
 
 OnNonfinite: TypeAlias = Literal["raise", "rollback"]
+Refusal: TypeAlias = NonFiniteError | LossSpikeError
+REFUSALS = (NonFiniteError, LossSpikeError)  # what a rollback undoes
 
 
 def check_on_nonfinite(value: Any) -> None:

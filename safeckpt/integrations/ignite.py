@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 import torch
 
 import safeckpt
-from safeckpt.integrations.arguments import OnNonfinite, check_on_nonfinite, stop_signals_or_default
+from safeckpt.integrations.arguments import REFUSALS, OnNonfinite, Refusal, check_on_nonfinite, stop_signals_or_default
 from safeckpt.integrations.engine_state import EngineState
 from safeckpt.integrations.requirements import check_hooks, requires
 
@@ -258,13 +258,13 @@ class Attachment:
         while True:
             try:
                 return self._engine_run(*args, **kwargs)
-            except safeckpt.NonFiniteError as error:
+            except REFUSALS as error:
                 if not self._max_rollbacks or self.manager is None:
                     raise
                 self._roll_back(error)
             args, kwargs = args[:1], {}  # the limits are in the engine's state
 
-    def _roll_back(self, error: safeckpt.NonFiniteError) -> None:
+    def _roll_back(self, error: Refusal) -> None:
         assert self.manager is not None
         iteration = self._trainer.state.iteration
         try:
@@ -272,7 +272,7 @@ class Attachment:
         except (safeckpt.CheckpointNotFoundError, safeckpt.RollbackLoopError) as refusal:
             raise refusal from error
         _log.warning(
-            "iteration %d is not finite (%s): back at iteration %d, and its batch is left out",
+            "iteration %d is refused (%s): back at iteration %d, and its batch is left out",
             iteration, error, checkpoint.step,
         )  # fmt: skip
         self.rollbacks += 1
@@ -322,7 +322,7 @@ class Attachment:
         if not isinstance(error, safeckpt.SafeckptError):
             self._engine_fire(event, error)
             return
-        is_rolled_back = self._max_rollbacks and isinstance(error, safeckpt.NonFiniteError)
+        is_rolled_back = self._max_rollbacks and isinstance(error, REFUSALS)
         if not is_rolled_back and not getattr(error, "was_fired", False):
             error.was_fired = True  # type: ignore[attr-defined]  # an epoch and its run raise the same one
             self._engine_fire(event, error)

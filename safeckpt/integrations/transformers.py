@@ -25,10 +25,11 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from safeckpt import Checkpoint, CheckpointManager, NonFiniteError
+from safeckpt import Checkpoint, CheckpointManager
 from safeckpt.integrations.accelerate import check_accelerator, named
 from safeckpt.integrations.accelerate.loader import PreparedLoader
 from safeckpt.integrations.arguments import (
+    REFUSALS,
     OnNonfinite,
     check_on_nonfinite,
     stop_signals_or_default,
@@ -467,7 +468,7 @@ class _Safe:
                     return super()._inner_training_loop(*args, **options)  # type: ignore[misc]
                 except _Stopped:
                     return session.stop()
-                except NonFiniteError as error:
+                except REFUSALS as error:
                     if session.on_nonfinite == "raise" or session.prepared is None:
                         raise
                     why = str(error)

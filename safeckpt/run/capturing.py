@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from safeckpt.distributed import ShardTensors, digests_of, extract_shards, is_sharded, layout_digests_of
-from safeckpt.errors import NonFiniteError, UncapturedStateWarning, UnsavableStateError
+from safeckpt.errors import LossSpikeError, NonFiniteError, UncapturedStateWarning, UnsavableStateError
 from safeckpt.file import encode
 from safeckpt.run.arguments import checked_metrics, checked_step
 from safeckpt.run.catalog import Checkpoint
@@ -106,6 +106,7 @@ class Capturer:
 
         Raises:
             NonFiniteError: The loss or a guarded tensor is not finite; the refusal is noted.
+            LossSpikeError: The loss is above the limit; the refusal is noted.
             UnsavableStateError: A value could not be loaded again.
             ValueError: The step is too low, or the objects are a mixture of two states.
         """
@@ -124,7 +125,11 @@ class Capturer:
             gradients = {}  # its batches come again, and their gradients with them
         else:
             self._assign_batches(step, between_micro_steps=bool(gradients))
-        snapshot = capture(run.components, gradients=gradients)
+        if self._ends(step) and loss.nonfinite is None:
+            self._refuse_spike(step, loss)
+            run.loss_limit.add(step, loss)
+        recent = run.loss_limit.capture()
+        snapshot = capture(run.components, gradients=gradients, recent_losses=recent)
         verdict = self._baseline.check(snapshot.parts, self._guard)
         verdict.bad.extend(self._gradients.check(gradients, self._guard))
         if loss.nonfinite is not None or verdict.bad:
@@ -186,13 +191,30 @@ class Capturer:
                 )
 
     def refuse_loss(self, step: int, loss: Loss) -> None:
-        """Refuse a loss that is not finite.
+        """Refuse a loss that is not finite, or above the limit.
 
         Raises:
-            NonFiniteError: It is not; the refusal is noted.
+            NonFiniteError: It is not finite; the refusal is noted.
+            LossSpikeError: It is above the limit; the refusal is noted.
         """
         if loss.nonfinite is not None:
             raise self._refusal(step, loss, GuardResult([], []))
+        self._refuse_spike(step, loss)
+
+    def _refuse_spike(self, step: int, loss: Loss) -> None:
+        run = self._run
+        spike = run.loss_limit.spike(step, loss)
+        if spike is None:
+            return
+        loss_above, limit, median = spike
+        good, next_step = self._way_out()
+        error = LossSpikeError(
+            step=step, loss=loss_above, limit=limit, median=median, good=good, next_step=next_step,
+            path=run.directory.path,
+        )  # fmt: skip
+        run.timeline.refuse(step, f"loss = {loss_above:.6g}, above {limit:.6g}")
+        run.directory.add_event("refused", step, loss=loss_above, limit=limit, median=median)
+        raise error
 
     def refuse_written(self, step: int, error: NonFiniteError) -> NonFiniteError:
         """Return the error to raise for NaN or Inf that came into a state after the guard.

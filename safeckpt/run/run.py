@@ -11,7 +11,7 @@ from safeckpt.run.membership import Membership
 from safeckpt.run.replay import Replay
 from safeckpt.run.run_directory import RunDirectory
 from safeckpt.run.timeline import Timeline
-from safeckpt.state import Component
+from safeckpt.state import Component, LossLimit
 
 __all__ = ["Run"]
 
@@ -27,6 +27,7 @@ class Run:
         membership: The processes that train it.
         replay: The record of its losses.
         notes: What else the script wants to have in each checkpoint.
+        loss_limit: Judges the losses of this process.
     """
 
     components: Mapping[str, Component]
@@ -35,6 +36,7 @@ class Run:
     membership: Membership
     replay: Replay
     notes: Mapping[str, Any]
+    loss_limit: LossLimit
 
     @property
     def group(self) -> Group:

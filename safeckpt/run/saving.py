@@ -39,7 +39,15 @@ from safeckpt.distributed import (
     replica_layouts,
     texts_of,
 )
-from safeckpt.errors import NonFiniteError, ReplicaDriftError, ReplicaDriftWarning, StepExistsError, drift_text
+from safeckpt.errors import (
+    REFUSALS,
+    LossSpikeError,
+    NonFiniteError,
+    ReplicaDriftError,
+    ReplicaDriftWarning,
+    StepExistsError,
+    drift_text,
+)
 from safeckpt.file import Write, write_here
 from safeckpt.run.background import BackgroundWriter
 from safeckpt.run.capturing import Capturer, Draft
@@ -230,7 +238,7 @@ class Saver:
             except BaseException:
                 run.directory.drop(ground.place)
                 raise
-        except NonFiniteError as error:
+        except REFUSALS as error:
             self.note_refusal(error)
             raise
 
@@ -327,7 +335,7 @@ class Saver:
         self._pruning.prune(new.step)
         return run.directory.catalog.peek(new.step)
 
-    def note_refusal(self, error: NonFiniteError) -> None:
+    def note_refusal(self, error: NonFiniteError | LossSpikeError) -> None:
         """Note a refusal that is not noted yet, such as another rank's."""
         refusal = self._run.timeline.refusal
         if error.step is not None and (refusal is None or refusal.step != error.step):

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from safeckpt.distributed import Section, in_group
-from safeckpt.errors import NonFiniteError, SafeckptError, SafeckptWarning
+from safeckpt.errors import REFUSALS, SafeckptError, SafeckptWarning
 from safeckpt.run.arguments import checked_metrics, checked_step
 from safeckpt.run.capturing import Capturer
 from safeckpt.run.catalog import Checkpoint
@@ -268,6 +268,7 @@ class Steps:
         self._capturer.refuse_loss(step, value)
         if self._run.is_rank_zero:
             self._run.replay.end_step(step, value)
+        self._run.loss_limit.add(step, value)
         return value
 
     def _note_loss(self, step: int, loss: Any, metrics: Mapping[str, Any] | None) -> Loss:
@@ -384,7 +385,7 @@ class Steps:
             asked.finish()
         except BaseException as error:
             self._pending = None
-            if isinstance(error, NonFiniteError):
+            if isinstance(error, REFUSALS):
                 self._saver.note_refusal(error)
             raise
         agreed: _Agreed = asked.result
@@ -397,7 +398,7 @@ class Steps:
         try:
             with self._run.group.section(f"saving step {step} at the end"):
                 self._raise_pending()
-        except NonFiniteError as error:
+        except REFUSALS as error:
             self._saver.note_refusal(error)
             raise
         finally:

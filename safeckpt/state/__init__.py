@@ -7,6 +7,7 @@ from safeckpt.state.gradients import Gradients
 from safeckpt.state.guard import Guard, check_gradients, find_nonfinite
 from safeckpt.state.hidden import HiddenState
 from safeckpt.state.loss import Loss
+from safeckpt.state.loss_limit import LossLimit, Spike, TimesMedian
 from safeckpt.state.mixture import Mixture
 from safeckpt.state.module import persistent_tensors
 from safeckpt.state.registry import register, uncaptured
@@ -24,11 +25,14 @@ __all__ = [
     "GuardResult",
     "HiddenState",
     "Loss",
+    "LossLimit",
     "Mixture",
     "Plan",
     "Snapshot",
+    "Spike",
     "Staging",
     "StrayOptimizers",
+    "TimesMedian",
     "capture",
     "check_gradients",
     "copy_tree",

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from safeckpt.errors import NonFiniteError, NonFiniteTensor
+from safeckpt.state.loss_limit import TimesMedian, checked_limit
 from safeckpt.state.nonfinite import scan
 from safeckpt.state.tree import join, named_leaves
 
@@ -31,24 +32,30 @@ _WIDEST = {"f": 8, "c": 16}  # bytes of the widest NumPy number of each kind tha
 
 @dataclass(frozen=True)
 class Guard:
-    """What the guard looks at besides the loss and the parameters, which it always does.
+    """What the guard refuses besides a loss and parameters that are not finite, which it always does.
 
     Attributes:
         optimizer: Also guard the tensors of optimizers.
         buffers: Also guard the buffers of modules (BatchNorm statistics can be NaN while every weight is finite).
         allow_nonfinite: Glob patterns over tensor names that may hold NaN and Inf, for example
             `("model.attention_mask", "optimizer.*.bound")`.
+        loss_above: Refuse a finite loss, too, that is above this number, or above a multiple of the median of those
+            before it: `TimesMedian(3, steps=100)`. Of a loss of several numbers the largest counts.
 
     Raises:
-        TypeError: `allow_nonfinite` is a single string or holds something else than strings.
+        TypeError: `allow_nonfinite` is a single string or holds something else than strings; `loss_above` is neither a
+            number nor a `TimesMedian`.
+        ValueError: `loss_above` is not finite.
     """
 
     optimizer: bool = True
     buffers: bool = True
     allow_nonfinite: Sequence[str] = ()
+    loss_above: float | TimesMedian | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "allow_nonfinite", check_patterns(self.allow_nonfinite, "allow_nonfinite"))
+        checked_limit(self.loss_above)
 
 
 def check_patterns(patterns: Sequence[str], argument: str) -> tuple[str, ...]:

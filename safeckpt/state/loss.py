@@ -77,6 +77,11 @@ class Loss:
         return _floats(self.numbers)
 
     @property
+    def largest(self) -> float | None:
+        """The largest number in it; None where there is none."""
+        return self.numbers if type(self.numbers) is float else max(_values(self.numbers), default=None)
+
+    @property
     def exact(self) -> str:
         """The loss as text that holds every bit: hexadecimal, several values separated by commas."""
         if type(self.numbers) is float:

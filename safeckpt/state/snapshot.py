@@ -4,7 +4,7 @@
 
     {"<component>": its state as plain torch has it, ...,
      "safeckpt": {"components": {"<component>": {"kind": ..., record}}, "ties": [[name, ...], ...],
-                  "rng": {...}, "environment": {...}, "gradients": {name: tensor}}}
+                  "rng": {...}, "environment": {...}, "gradients": {name: tensor}, "recent_losses": {...}}}
 """
 
 from __future__ import annotations
@@ -48,12 +48,18 @@ class Snapshot:
     parts: list[tuple[Component, Captured]]
 
 
-def capture(components: Mapping[str, Component], *, gradients: Mapping[str, torch.Tensor] | None = None) -> Snapshot:
+def capture(
+    components: Mapping[str, Component],
+    *,
+    gradients: Mapping[str, torch.Tensor] | None = None,
+    recent_losses: Mapping[str, torch.Tensor] | None = None,
+) -> Snapshot:
     """Capture every component and the process's random streams. Changes nothing, draws nothing.
 
     Args:
         components: What to capture.
         gradients: Gradients that are part of the state, by parameter name.
+        recent_losses: The losses by which the next one is judged; None where it is not judged by any.
     """
     reshard(components)  # first of all: optimizers find the names of their parameters in the modules
     with RngStreams.untouched() as rng:
@@ -66,6 +72,8 @@ def capture(components: Mapping[str, Component], *, gradients: Mapping[str, torc
         "environment": environment(),
         "gradients": dict(gradients or {}),
     }
+    if recent_losses is not None:
+        reserved["recent_losses"] = dict(recent_losses)
     payload = {name: one.state for name, one in captured.items()}
     payload[RESERVED_KEY] = reserved
     return Snapshot(payload, [(components[name], one) for name, one in captured.items()])
@@ -122,6 +130,7 @@ class Plan:
         replaced: Hyper-parameters in which the file overrules the script, `name: live -> saved`.
         environment: Fields of the environment that differ, `field: saved -> now`.
         notices: Other differences that do not keep the state from being applied.
+        recent_losses: The losses by which the next one is judged, as `LossLimit.capture` has them; None where none are.
     """
 
     parts: list[tuple[Component, Captured]]
@@ -131,6 +140,7 @@ class Plan:
     replaced: list[str] = field(default_factory=list)
     environment: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
+    recent_losses: Mapping[str, torch.Tensor] | None = None
 
     def apply(self, mixture: Mixture, *, streams: bool = True) -> None:
         """Put the state into the live objects, in the order that survives each other's side effects, RNG last.
@@ -276,7 +286,16 @@ def plan(
         replaced = [line for component, captured in parts for line in component.replaced(captured)]
         notices = [line for component, captured in parts for line in component.notices(captured)] + aliases.notices()
     changed = differences(reserved["environment"]) if rng is not None else []
-    return Plan(parts, rng, reserved["gradients"], aliases, replaced, changed, notices)
+    return Plan(
+        parts,
+        rng,
+        reserved["gradients"],
+        aliases,
+        replaced,
+        changed,
+        notices,
+        recent_losses=reserved.get("recent_losses"),
+    )
 
 
 def _wanted(

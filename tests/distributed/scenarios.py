@@ -320,6 +320,31 @@ def time_limit_of_one_rank(path: Path, kind: Kind) -> Any:
 
 
 @scenario
+def spike_on_one_rank(path: Path, kind: Kind) -> Any:
+    """Rank 1 has a median of its own, which comes back with the checkpoint; its spike is one for all."""
+    guard = safeckpt.Guard(loss_above=safeckpt.TimesMedian(2, steps=3))
+    run = Run(kind)
+    with manager_of(run, path, guard=guard) as manager:
+        for number in range(1, 5):
+            run.step(number)
+            manager.end_step(number, loss=1.0 + 9.0 * rank())
+        manager.save(4)
+    again = Run(kind)
+    with manager_of(again, path, guard=guard, ranks=safeckpt.Ranks(agree_every=1)) as manager:
+        manager.restore()
+        found = []
+        for number in range(5, 12):  # it may be told one step later
+            again.step(number)
+            loss = 25.0 if (rank(), number) == (1, 6) else 1.0 + 9.0 * rank()
+            found.append(outcome(lambda: manager.end_step(number, loss=loss)))  # noqa: B023 - called at once
+            if found[-1]["error"] is not None:
+                break
+        back = outcome(lambda: manager.rollback(changed=True))
+        good = outcome(lambda: manager.save(5, loss=1.0))
+    return found, back, good
+
+
+@scenario
 def checkpoint_that_is_owed(path: Path, kind: Kind) -> Any:
     """The ranks owe the same checkpoint, by count and by a signal to one of them, and pay it together."""
     run = Run(kind)

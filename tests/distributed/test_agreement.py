@@ -15,7 +15,7 @@ SHARED = (
     "nan_loss_on_one_rank_at_save", "nan_tensor_on_one_rank", "nan_loss_on_one_rank_at_a_step", "disk_full_on_rank_0",
     "interrupt_on_rank_0", "file_that_one_rank_cannot_read", "directory_of_each_rank", "other_shape_on_one_rank",
     "rotation", "rewind", "pending_gradients", "checkpoint_that_is_owed", "nothing_there",
-    "refusal_of_one_rank_at_the_end",
+    "refusal_of_one_rank_at_the_end", "spike_on_one_rank",
 )  # fmt: skip
 ONLY: dict[Kind, tuple[str, ...]] = {
     "ddp": (
@@ -207,6 +207,16 @@ def test_time_limit_of_one_rank_stops_all_at_one_step(seen: list[dict[str, Any]]
     assert other == (saved, last)
     assert saved == [last]
     assert 1 <= last <= 1 + 2 * 3
+
+
+def test_spike_on_one_rank_is_raised_on_all(seen: list[dict[str, Any]]) -> None:
+    """By that rank's own median, which it has from the checkpoint; all go back and on together."""
+    for found, back, good in of(seen, "spike_on_one_rank"):
+        refused = [one for one in found if one["error"] is not None]
+        assert [one["error"] for one in refused] == ["LossSpikeError"]
+        assert "loss 25 is above 20, 2 times the median 10" in refused[0]["text"]
+        assert back["step"] == 4
+        assert good["error"] is None
 
 
 def test_state_that_does_not_fit_on_one_rank_changes_no_rank(seen: list[dict[str, Any]]) -> None:

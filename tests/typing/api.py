@@ -38,7 +38,7 @@ with safeckpt.CheckpointManager(
     keep_every=1000,
     save_every=dt.timedelta(minutes=10),
     async_save=True,
-    guard=safeckpt.Guard(buffers=False, allow_nonfinite=("model.mask",)),
+    guard=safeckpt.Guard(buffers=False, allow_nonfinite=("model.mask",), loss_above=safeckpt.TimesMedian(3, steps=50)),
     stop_signals=(signal.SIGTERM,),
     stop_before=dt.datetime.now(dt.UTC) + dt.timedelta(hours=8),
 ) as manager:
@@ -61,5 +61,7 @@ try:
     manager.save(3)
 except safeckpt.NonFiniteError as error:
     assert_type(error.tensors, tuple[safeckpt.NonFiniteTensor, ...])
+except safeckpt.LossSpikeError as spike:
+    assert_type(spike.median, float | None)
 except safeckpt.DirectoryLockedError as locked:
     assert_type(locked.pid, int | None)

@@ -13,10 +13,12 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from safeckpt import Checkpoint, CheckpointManager, NonFiniteError, register_wrapper
+from safeckpt import Checkpoint, CheckpointManager, register_wrapper
 from safeckpt.integrations.accelerate.loader import PreparedLoader
 from safeckpt.integrations.arguments import (
+    REFUSALS,
     OnNonfinite,
+    Refusal,
     check_on_nonfinite,
     stop_signals_or_default,
     with_components,
@@ -111,19 +113,20 @@ class AcceleratorManager(CheckpointManager):
         Raises:
             RuntimeError: Something was prepared or registered with the accelerator since `safe`.
             NonFiniteError: The loss or a weight is NaN or Inf, and `on_nonfinite` is "raise".
+            LossSpikeError: The loss is above what the guard allows, and `on_nonfinite` is "raise".
             RollbackLoopError: There were `max_rollbacks` rollbacks without a new checkpoint.
         """
         self._refuse_late_objects()
         batches = 0 if self._loader is None else self._loader.since_step
         try:
             return super().end_step(step, loss=loss, metrics=metrics, save=save)
-        except NonFiniteError as error:
+        except REFUSALS as error:
             if self._on_nonfinite == "raise":
                 raise
             self._go_back(error, batches)
             return None
 
-    def _go_back(self, error: NonFiniteError, batches: int) -> None:
+    def _go_back(self, error: Refusal, batches: int) -> None:
         checkpoint = self.rollback(skip_batches=batches, max_rollbacks=self._max_rollbacks)
         _log.warning(
             "%s; the run is at step %d again, without the %d batches of that step", error, checkpoint.step, batches

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
 import safeckpt
-from safeckpt.integrations.arguments import OnNonfinite, check_on_nonfinite
+from safeckpt.integrations.arguments import REFUSALS, OnNonfinite, Refusal, check_on_nonfinite
 from safeckpt.integrations.lightning.safe_points import RolledBack, SafePoints
 from safeckpt.integrations.lightning.support import refuse_loaders, refuse_restored, refuse_unsupported
 from safeckpt.integrations.lightning.trainer_state import HookState, TrainerState
@@ -154,7 +154,7 @@ class SafeCheckpoint(Callback):
         losses = [loss for loss in fit.losses if loss is not None]
         try:
             fit.manager.end_step(step, loss=losses[0] if len(losses) == 1 else losses or None, save=False)
-        except safeckpt.NonFiniteError as error:
+        except REFUSALS as error:
             self._recover(fit, error)
         fit.end_step()
 
@@ -196,7 +196,7 @@ class SafeCheckpoint(Callback):
                 checkpoint: safeckpt.Checkpoint | None = manager.save(manager.step, metrics=metrics)
             else:
                 checkpoint = manager.save_due(metrics=metrics)
-        except safeckpt.NonFiniteError as error:
+        except REFUSALS as error:
             self._recover(fit, error)
         fit.has_ended_step = False
         if checkpoint is not None:
@@ -210,15 +210,14 @@ class SafeCheckpoint(Callback):
         best = self._options.get("keep_best") or ()
         return any(one.metric in metrics for one in ((best,) if isinstance(best, safeckpt.Best) else best))
 
-    def _recover(self, fit: _Fit, error: safeckpt.NonFiniteError) -> NoReturn:
+    def _recover(self, fit: _Fit, error: Refusal) -> NoReturn:
         """Go back to the newest checkpoint without the batches of this step, or raise the error."""
         if not self._rolls_back:
             raise error
         checkpoint = fit.manager.rollback(
             skip_batches=len(fit.losses) or fit.batches_of_step, max_rollbacks=self._max_rollbacks
         )
-        what = "state" if error.tensors else "loss"
-        _log.warning("the %s of step %d is not finite: back at step %d", what, error.step, checkpoint.step)
+        _log.warning("step %d is refused (%s): back at step %d", error.step, error, checkpoint.step)
         fit.on_rolled_back()
         raise RolledBack from error
 
