@@ -9,7 +9,7 @@ from typing import Any, cast
 from safeckpt.errors import LoadError
 from safeckpt.remote import RemoteCheckpoint, RemotePath, open_prefix, open_remote, verify_remote
 from safeckpt.run.catalog import Bad, Checkpoint, fault_of, warn_skipped
-from safeckpt.store import names
+from safeckpt.store import Timelines, names, timelines_of
 from safeckpt.system.threads import Progress
 
 __all__ = ["RemoteCatalog"]
@@ -75,11 +75,15 @@ class RemoteCatalog:
 
     def events(self) -> list[dict[str, Any]]:
         """Return the history of the run, oldest first."""
-        epochs = self.view.histories.get(names.EVENTS)
-        if not epochs:
-            return []
-        data = bytes(self.epochs.client.read(f"epoch-{max(epochs):08d}/{names.EVENTS}"))
-        return parse_events(data.split(b"\n"))
+        return parse_events(self._history(names.EVENTS).split(b"\n"))
+
+    def timelines(self) -> Timelines:
+        """Return the losses of the run."""
+        return timelines_of(self._history(names.LOSSES))
+
+    def _history(self, name: str) -> bytes:
+        epochs = self.view.histories.get(name)
+        return bytes(self.epochs.client.read(f"epoch-{max(epochs):08d}/{name}")) if epochs else b""
 
 
 def parse_events(lines: list[bytes]) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ from safeckpt.store.commit import commit, commit_several
 from safeckpt.store.directory import Aside, CheckpointDirectory
 from safeckpt.store.events import EventLog
 from safeckpt.store.lock import WriterLock
-from safeckpt.store.losses import LossLog
+from safeckpt.store.losses import LossLog, Timelines, timelines_of
 from safeckpt.store.names import expand_user
 from safeckpt.store.retention import (
     Best,
@@ -28,10 +28,12 @@ __all__ = [
     "KeepPeriod",
     "LossLog",
     "Policy",
+    "Timelines",
     "WriterLock",
     "asides_to_prune",
     "commit",
     "commit_several",
     "expand_user",
+    "timelines_of",
     "to_prune",
 ]

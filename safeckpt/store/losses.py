@@ -11,7 +11,8 @@ one step the later one counts. Nothing here decides which checkpoint is good.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, BinaryIO
+import math
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 from zlib import crc32
 
 from safeckpt.errors import SafeckptWarning
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-__all__ = ["LossLog"]
+__all__ = ["LossLog", "Timelines", "timelines_of"]
 
 _MOST_BYTES = 4 << 20  # about 100,000 steps; the file is then rewritten with the newest half
 _BACK = b"back"
@@ -117,23 +118,60 @@ class LossLog:
             warn_caller(f"The record of losses {self.path} cannot be read: {error}.", SafeckptWarning)
             return {}
 
-    def _read(self, after: int) -> dict[int, str]:
+    def timelines(self) -> Timelines:
+        """Return every loss on record: those of the run as it is now, and those that were left.
+
+        Raises:
+            OSError: The file is there and cannot be read.
+        """
         try:
-            lines = disk.read(self.path).split(b"\n")
+            return timelines_of(disk.read(self.path))
         except FileNotFoundError:
-            return {}
-        found: dict[int, str] = {}
-        for line in lines:
-            content, _, crc = line.rpartition(b" ")
-            first, _, second = content.partition(b" ")
-            if not second or crc != b"%08x" % crc32(content):
-                continue  # cut by a crash, or none of ours
-            if first == _BACK:
-                left = int(second)
-                found = {step: value for step, value in found.items() if step <= left}
-            elif (step := int(first)) > after:
-                found[step] = second.decode()
-        return found
+            return Timelines({}, [])
+
+    def _read(self, after: int) -> dict[int, str]:
+        return {step: value for step, value in self.timelines().current.items() if step > after}
+
+
+class Timelines(NamedTuple):
+    """The losses of a run by step.
+
+    Attributes:
+        current: Those that count.
+        left: Those that do not: computed before the run went back to an earlier step, one dict for each time.
+    """
+
+    current: dict[int, str]
+    left: list[dict[int, str]]
+
+
+def timelines_of(content: bytes) -> Timelines:
+    """Return the losses in the content of a record; a line that is cut or damaged is passed over."""
+    current: dict[int, str] = {}
+    left: list[dict[int, str]] = [{}]
+    void_above: float = math.inf
+    for first, second in reversed([entry for line in content.split(b"\n") if (entry := _parse(line)) is not None]):
+        if first == _BACK:
+            void_above = min(void_above, int(second))
+            left.append({})
+            continue
+        step, value = int(first), second.decode()
+        if step <= void_above and current.setdefault(step, value) == value:
+            continue
+        if left[-1] and step >= next(reversed(left[-1])):  # backwards the steps of one timeline fall
+            left.append({})
+        left[-1][step] = value
+    return Timelines(_ascending(current), [_ascending(one) for one in reversed(left) if one])
+
+
+def _parse(line: bytes) -> tuple[bytes, bytes] | None:
+    content, _, crc = line.rpartition(b" ")
+    first, _, second = content.partition(b" ")
+    return (first, second) if second and crc == b"%08x" % crc32(content) else None
+
+
+def _ascending(losses: dict[int, str]) -> dict[int, str]:
+    return dict(sorted(losses.items()))
 
 
 def _line(content: bytes) -> bytes:

@@ -59,6 +59,25 @@ def test_left_timeline_is_forgotten_from_its_step_on(log: LossLog) -> None:
     assert log.read(2) == {3: value_of(3), 4: value_of(4), 7: "0x1p+3"}
 
 
+def test_timelines_that_were_left_are_told_apart(log: LossLog) -> None:
+    """What no longer counts is there for a picture, one part for each time that the run went back."""
+    log.append((step, f"a{step}") for step in range(1, 8))
+    log.back_to(5)
+    log.append((step, f"b{step}") for step in range(6, 10))
+    log.back_to(3)
+    log.append((step, f"c{step}") for step in range(4, 6))
+    log.append([(5, "c5"), (4, "d4")])  # computed again without going back, the second one with another loss
+    current, left = log.timelines()
+    assert list(current.items()) == [(1, "a1"), (2, "a2"), (3, "a3"), (4, "d4"), (5, "c5")]
+    assert left == [
+        {step: f"a{step}" for step in range(4, 8)},
+        {step: f"b{step}" for step in range(6, 10)},
+        {4: "c4"},
+    ]
+    assert log.read(-1) == current
+    assert LossLog(log.path.with_name("none")).timelines() == ({}, [])
+
+
 def test_record_cut_anywhere_gives_no_wrong_loss(log: LossLog) -> None:
     """A record cut at any byte gives the losses of its whole lines, and goes on after the cut."""
     log.append((step, value_of(step)) for step in range(4))
