@@ -184,7 +184,8 @@ class Replay:
         yield
         with self._mutex:
             if self._diverged_at is not None:
-                self._waiting = deque((one for one in self._waiting if one[0] > step), maxlen=_MOST_KEPT)
+                if self._diverged_at >= 0:  # before the first checkpoint there is none that they do not follow from
+                    self._waiting = deque((one for one in self._waiting if one[0] > step), maxlen=_MOST_KEPT)
                 self._diverged_at = None
 
     def close(self) -> None:

@@ -258,6 +258,15 @@ def test_crash_before_the_new_timeline_has_a_checkpoint_verifies_the_old_one(mem
     assert report == safeckpt.ReplayReport(restored_step=30, recorded=7, compared=7, finished=True)
 
 
+def test_losses_before_the_first_checkpoint_are_on_record(memory_path: Path) -> None:
+    """Nothing was there that they could fail to follow from: a picture begins at the first step."""
+    losses = crashed(memory_path)
+    assert LossLog(memory_path / "losses.log").read(-1) == {
+        step: loss.hex() for step, loss in enumerate(losses, start=1)
+    }
+    assert resumed_without_alarm(memory_path, 45).recorded == 7
+
+
 def test_failed_first_save_of_a_new_timeline_leaves_no_false_record(memory_path: Path) -> None:
     """When the checkpoint of a new timeline could not be written, its losses are not on record either."""
     crashed(memory_path)
