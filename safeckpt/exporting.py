@@ -11,7 +11,6 @@ import contextlib
 import errno
 import json
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -27,13 +26,12 @@ from safeckpt.state import RESERVED_KEY
 from safeckpt.state.tree import ENTER, map_tree
 from safeckpt.store import commit, commit_several, expand_user
 from safeckpt.system.tensor_kind import TensorKind, is_plain, kind_of
+from safeckpt.system.text import parse_size
 
 __all__ = ["export"]
 
 _SAFETENSORS = ".safetensors"
 _TORCH = (".pt", ".pth")
-_UNITS = {"": 1, **{f"{unit}B": 1000**power for power, unit in enumerate(("", "K", "M", "G", "T"))},
-          **{f"{unit}iB": 1024**power for power, unit in enumerate(("K", "M", "G", "T"), start=1)}}  # fmt: skip
 
 
 class _Entry(NamedTuple):
@@ -149,9 +147,8 @@ def _checked_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 def _checked_size(size: int | str | None) -> int | None:
     if size is None:
         return None
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([A-Za-z]*)", str(size))
-    found = int(float(match[1]) * _UNITS[match[2]]) if match is not None and match[2] in _UNITS else 0
-    if found < 1 or isinstance(size, bool):
+    found = parse_size(str(size))
+    if not found or isinstance(size, bool):
         raise ValueError(f"max_shard_size={size!r} is no number of bytes, such as 5_000_000_000, '5GB' or '500MiB'")
     return found
 

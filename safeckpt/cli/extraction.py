@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import click
 
-from safeckpt.cli.screen import Screen, size
+from safeckpt.cli.screen import Screen
 from safeckpt.exporting import export
+from safeckpt.system.text import size
 
 __all__ = ["extract"]
 

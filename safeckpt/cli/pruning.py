@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import click
 
 from safeckpt.cli.options import parse_best, parse_interval
-from safeckpt.cli.screen import Screen, size
+from safeckpt.cli.screen import Screen
 from safeckpt.cli.stores import prune_store
 from safeckpt.cli.verification import size_of, verified
 from safeckpt.errors import LoadError
@@ -17,6 +17,7 @@ from safeckpt.remote.options import is_url
 from safeckpt.run.catalog import Catalog, score
 from safeckpt.run.remote_catalog import RemoteCatalog
 from safeckpt.store import CheckpointDirectory, KeepBest, KeepEvery, KeepLast, KeepPeriod, Policy, WriterLock, to_prune
+from safeckpt.system.text import size
 
 __all__ = ["prune"]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-import unicodedata
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,16 +17,16 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
+from safeckpt.system.text import is_harmless, printable
+
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-__all__ = ["BAD", "GOOD", "Cell", "Screen", "error_line", "number", "printable", "size", "write", "write_json"]
+__all__ = ["BAD", "GOOD", "Cell", "Screen", "error_line", "write", "write_json"]
 
 GOOD, BAD = "green", "red"  # colours, on a terminal only and not with NO_COLOR; no meaning is in the colour alone
 
 Cell = str | tuple[str, str]
-
-_UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 class Screen:
@@ -108,26 +107,6 @@ def _text(cell: Cell) -> Text:
     return Text(printable(text, keep=""), style)
 
 
-def printable(text: str, keep: str = "\n") -> str:
-    """Return a text with every character escaped that a terminal may obey or hide: controls, directions, surrogates.
-
-    Args:
-        text: Any text.
-        keep: Characters that stay as they are.
-    """
-    if text.isprintable():
-        return text
-    return "".join(one if _is_harmless(one) or one in keep else _escaped(one) for one in text)
-
-
-def _is_harmless(character: str) -> bool:
-    return character.isprintable() or unicodedata.category(character) == "Zs"  # the spaces of other scripts
-
-
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")
-
-
 def write(text: str) -> None:
     """Write a text of several lines to standard output, as it is but for what `printable` escapes."""
     sys.stdout.write(printable(text) + "\n")
@@ -135,7 +114,7 @@ def write(text: str) -> None:
 
 def write_json(text: str) -> None:
     """Write a JSON text; what `printable` would escape stands in its strings, and is escaped there as JSON does."""
-    escaped = (one if _is_harmless(one) or one == "\n" else _json_escaped(one) for one in text)
+    escaped = (one if is_harmless(one) or one == "\n" else _json_escaped(one) for one in text)
     sys.stdout.write("".join(escaped) + "\n")
 
 
@@ -147,24 +126,6 @@ def error_line(text: str) -> None:
     """Write an error to standard error."""
     Console(stderr=True, highlight=False).print(Text("Error: ", f"bold {BAD}"), end="")
     sys.stderr.write(f"{printable(text)}\n")
-
-
-def size(count: float) -> str:
-    """Return a number of bytes for people."""
-    for unit in _UNITS:
-        if count < 1000 or unit == _UNITS[-1]:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
-        count /= 1000
-    raise AssertionError("unreachable")
-
-
-def number(value: Any) -> str:
-    """Return a loss or a metric for people: six digits of each number."""
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} {number(one)}" for name, one in value.items())
-    if isinstance(value, list):
-        return ", ".join(number(one) for one in value)
-    return "" if value is None else f"{value:.6g}"
 
 
 def _plain(value: Any) -> Any:

@@ -8,9 +8,10 @@ import torch
 
 from safeckpt.cli.contents import Contents, Entry, read
 from safeckpt.cli.listing import described
-from safeckpt.cli.screen import Screen, number, size
+from safeckpt.cli.screen import Screen
 from safeckpt.proof.leaves import flatten, leaf
 from safeckpt.state import find_nonfinite
+from safeckpt.system.text import number, size
 
 __all__ = ["show_file"]
 

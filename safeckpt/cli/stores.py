@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from safeckpt.cli.screen import Screen, size
+from safeckpt.cli.screen import Screen
 from safeckpt.errors import LoadError
 from safeckpt.remote import RemoteCheckpoint, fetch
 from safeckpt.run.catalog import Checkpoint, reason_of, score, warn_skipped
 from safeckpt.run.remote_catalog import RemoteCatalog
 from safeckpt.store import Best, CheckpointDirectory, Policy, WriterLock, to_prune
+from safeckpt.system.text import size
 
 if TYPE_CHECKING:
     from rich.progress import Progress

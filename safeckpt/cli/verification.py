@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from safeckpt.cli.screen import BAD, GOOD, Screen, printable, size
+from safeckpt.cli.screen import BAD, GOOD, Screen
 from safeckpt.errors import LoadError
 from safeckpt.file import FileReport, is_folder, open_checkpoint
 from safeckpt.remote import RemotePath, find, is_url, names_checkpoint, verify_url
 from safeckpt.run.catalog import reason_of
 from safeckpt.run.remote_catalog import RemoteCatalog
 from safeckpt.store import CheckpointDirectory
+from safeckpt.system.text import printable, size
 
 if TYPE_CHECKING:
     from rich.progress import Progress
