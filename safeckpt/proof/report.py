@@ -12,6 +12,7 @@ from safeckpt.proof.compare import TOLERANCES, Difference, Findings, first_index
 from safeckpt.proof.leaves import flatten
 from safeckpt.proof.text import one_screen
 from safeckpt.system.json_numbers import to_json
+from safeckpt.system.notebooks import html_table
 
 __all__ = ["KillReport", "ResumeReport"]
 
@@ -190,6 +191,20 @@ class ResumeReport:
 
     def __str__(self) -> str:
         return one_screen(self)
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows."""
+        text = str(self)
+        differs = not self.exact and self.deterministic
+        rows = [
+            ("steps", self.steps),
+            ("killed after step", ", ".join(str(kill.kill_at) for kill in self.kills)),
+            ("losses compared", sum(kill.steps_compared for kill in self.kills)),
+            ("first that differs", self.diverged_component if differs else None),
+            ("largest relative difference", f"{self.largest_relative_difference:.3g}" if differs else None),
+            ("components", ", ".join(self.components)),
+        ]
+        return html_table(text.partition("\n")[0], rows, good=self.exact, details=text)
 
     def to_json(self) -> str:
         """Return everything as JSON. Losses are there as numbers and, bit for bit, in hexadecimal."""

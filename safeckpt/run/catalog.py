@@ -25,6 +25,8 @@ from safeckpt.remote.options import is_url
 from safeckpt.store import Best, CheckpointDirectory
 from safeckpt.system.arguments import checked_bool
 from safeckpt.system.json_numbers import from_json, to_json
+from safeckpt.system.notebooks import html_table
+from safeckpt.system.text import number, size
 from safeckpt.system.threads import Progress
 from safeckpt.system.warn import warn_caller
 
@@ -98,6 +100,19 @@ class Checkpoint:
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DamagedCheckpointError(path=path, reason=f"its header is not a checkpoint's ({error!r})") from error
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows."""
+        rows = [
+            ("path", self.path),
+            ("saved", f"{self.created_at:%Y-%m-%d %H:%M:%S} UTC"),
+            ("size", size(self.size_bytes) if self.size_bytes else None),
+            ("loss", number(self.loss)),
+            *((f"metric {name}", number(value)) for name, value in self.metrics.items()),
+            *((f"note {name}", value) for name, value in self.notes.items()),
+            ("run", self.run_id),
+        ]
+        return html_table(f"Checkpoint of step {self.step}", rows)
 
 
 _MOST_RELISTINGS = 100  # a writer that prunes faster than this process opens files

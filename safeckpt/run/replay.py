@@ -21,6 +21,7 @@ from safeckpt.errors import ReplayMismatchError, ReplayMismatchWarning, Safeckpt
 from safeckpt.state.loss import Loss
 from safeckpt.store import LossLog
 from safeckpt.system.arguments import checked_choice
+from safeckpt.system.notebooks import html_table
 from safeckpt.system.warn import warn_caller
 
 __all__ = ["Replay", "ReplayMismatch", "ReplayPolicy", "ReplayReport"]
@@ -82,6 +83,24 @@ class ReplayReport:
         if not self.recorded:
             return f"resume from step {self.restored_step}: no later loss is on record, so there is nothing to compare"
         return f"resume verified: {self.compared} of {self.recorded} replayed losses equal"
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows."""
+        differs = self.mismatch
+        rows: list[tuple[str, object]] = [
+            ("restored step", self.restored_step),
+            ("losses on record after it", self.recorded),
+            ("computed again so far" if not self.finished else "computed again", self.compared),
+        ]
+        if differs is not None:
+            rows += [
+                ("first other loss", f"step {differs.step}"),
+                ("recorded", _shown(differs.recorded)),
+                ("computed now", _shown(differs.recomputed)),
+                ("changed since", "\n".join(differs.changed)),
+            ]
+        good = None if not self.compared else self.verified
+        return html_table(str(self), rows, good=good)
 
 
 class Replay:
