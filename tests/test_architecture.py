@@ -260,7 +260,7 @@ def test_run_time_needs_three_packages():
     """torch, numpy and filelock are all that is imported at run time, beside what an extra brings."""
     allowed = {"torch", "numpy", "filelock", "safeckpt"}
     trainers = {"lightning", "transformers", "accelerate", "ignite"}
-    extras = {"cli": {"click", "rich"}, "proof": {"matplotlib"}, "integrations": trainers}
+    extras = {"cli": {"click", "rich", "matplotlib"}, "system": {"matplotlib"}, "integrations": trainers}
     extras["remote"] = {"obstore", "fsspec", "boto3", "botocore"}
     stdlib = set(importlib.import_module("sys").stdlib_module_names)
     for path in MODULES:

@@ -114,7 +114,7 @@ def test_list_tells_of_checkpoints_set_aside(command: Command, directory: Path) 
     code, out, _ = command("list", directory)
     assert code == 0
     assert "1 more set aside" in out
-    assert command.json("list", directory)["set_aside"] == ["aside-00000006.1.pt"]
+    assert command.json("list", directory)["set_aside"] == [str(directory / "aside-00000006.1.pt")]
 
 
 def test_show_has_components_tensors_and_environment(command: Command, directory: Path) -> None:
@@ -264,6 +264,9 @@ def test_colours_are_for_terminals_and_for_those_who_want_them(directory: Path) 
     assert red not in without
     assert green not in without
     assert "\x1b" not in _in_terminal(["verify", str(directory)], TERM="xterm-256color")
+    written = _in_terminal(["list", str(directory), "--sort", "loss"], FORCE_COLOR="1", TERM="xterm-256color")
+    assert green in written
+    assert red in _in_terminal(["log", str(directory)], FORCE_COLOR="1", TERM="xterm-256color")
     assert "\x1b" not in _in_terminal(["show", str(directory / NAMES[1])], TERM="xterm-256color")  # an error
 
 
@@ -715,7 +718,10 @@ def evil(tmp_path: Path) -> Path:
     "arguments",
     [
         ("list", "."),
+        ("list", ".", ".", "--sort", f"x{EVIL}"),
+        ("list", ".", "--where", f"x{EVIL}=1"),
         ("log", "."),
+        ("plot", ".", "-o", f"x{EVIL}"),
         ("latest", "."),
         ("best", ".", f"x{EVIL}"),
         ("show", "a.pt"),

@@ -76,18 +76,21 @@ sys.exit(main(sys.argv[1:]))
     [
         ("--help",),
         ("list", "{}"),
+        ("list", "{}", "{}", "--sort", "accuracy:max", "--where", "loss<9"),
         ("log", "{}"),
         ("latest", "{}"),
         ("best", "{}", "accuracy:max"),
         ("verify", "{}"),
         ("verify", "{}/step-00000001.pt"),
+        ("plot", "{}", "-o", "{}/a.png"),
         ("prune", "{}", "--keep-last", "1", "--keep-best", "loss", "--dry-run"),
     ],
     ids=lambda arguments: arguments[0],
 )
 def test_commands_that_look_at_files_run_without_torch(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    """Listing, verifying and pruning do not import torch, so that they take no seconds to start."""
+    """Listing, drawing, verifying and pruning do not import torch, so that they take no seconds to start."""
     pytest.importorskip("click")
     pytest.importorskip("rich")
+    pytest.importorskip("matplotlib")
     save_steps(tmp_path, 1, 2)
     assert run(WITHOUT_TORCH, *(one.format(tmp_path) for one in arguments))

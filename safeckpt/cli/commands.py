@@ -11,8 +11,9 @@ from typing import Any
 
 import click
 
-from safeckpt.cli.screen import Screen, error_line, printable, write, write_json
+from safeckpt.cli.screen import Screen, error_line, write, write_json
 from safeckpt.errors import DamagedCheckpointError, SafeckptError
+from safeckpt.system.text import printable
 
 __all__ = ["run"]
 
@@ -23,12 +24,20 @@ Exit codes:
   1  the answer is no: not exact, damaged, different, no checkpoint
   2  it could not be done: usage, no such file, directory held, no package
 
-Everything but prune, fetch, extract and doctor only reads, and works while a training run holds the directory. A
+Everything but prune, fetch, extract, plot and doctor only reads, and works while a training run holds the directory. A
 directory or a checkpoint may be the URL of one in an object store.
 
 \b
 Completion for bash (or zsh_source, fish_source), in its start file:
   eval "$(_SAFECKPT_COMPLETE=bash_source safeckpt)"
+"""
+
+_LIST_EXAMPLES = """\
+\b
+Examples:
+  safeckpt list runs/* --sort val
+  safeckpt list runs/a --where 'metric.acc>0.9' --where 'step>=1000'
+  safeckpt list runs/a --where 'saved<2026-11-30T18:00' --sort loss
 """
 
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -44,7 +53,19 @@ class _PathOrURL(click.Path):
         return value if is_url(value) else super().convert(value, parameter, context)
 
 
+def _picture(_: click.Context, __: click.Parameter, path: str | None) -> str | None:
+    """Refuse a picture of another kind before the work for it is done."""
+    from safeckpt.system.figures import ENDINGS
+
+    if path is not None and Path(path).suffix.lower() not in ENDINGS:
+        raise click.BadParameter(f"{path} has to end in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}.")
+    return path
+
+
 _directory = click.argument("directory", type=_PathOrURL(exists=True, file_okay=False))
+_directories = click.argument(
+    "directories", nargs=-1, required=True, type=_PathOrURL(exists=True, file_okay=False), metavar="DIRECTORY..."
+)
 
 
 def _file(name: str) -> Callable[[Any], Any]:
@@ -111,17 +132,24 @@ def demo(arguments: tuple[str, ...]) -> int:
     return main(list(arguments))
 
 
-@group.command("list", short_help="List the checkpoints in a directory.")
-@_directory
+@group.command("list", short_help="List the checkpoints in directories.", epilog=_LIST_EXAMPLES)
+@_directories
+@click.option("--sort", metavar="KEY[:max]", help="The lowest first; with :max the highest.")
+@click.option("--where", multiple=True, metavar="KEY<VALUE", help="Only those for which it holds; may be repeated.")
 @_json
-def list_(directory: str, *, as_json: bool) -> int:
-    """List the checkpoints in DIRECTORY.
+def list_(directories: tuple[str, ...], sort: str | None, where: tuple[str, ...], *, as_json: bool) -> int:
+    """List the checkpoints in DIRECTORIES.
 
     The check is the cheap one: name, trailer, size, structure. `verify` reads every byte.
-    """
-    from safeckpt.cli.listing import list_directory
 
-    return list_directory(Screen(as_json=as_json), directory)
+    KEY is step, saved, size, run, loss, metric.NAME or note.NAME, or just the NAME of a metric. --where compares it
+    with < <= > >= = or !=, and what has no such value is left out. A size is a number of bytes or 5GB, a time is UTC.
+    """
+    from safeckpt.cli.listing import list_directories
+    from safeckpt.cli.selection import Selection, parse_condition
+
+    selection = Selection([parse_condition(text) for text in where], sort)
+    return list_directories(Screen(as_json=as_json), directories, selection)
 
 
 @group.command(short_help="Show what is in a file.")
@@ -202,6 +230,27 @@ def log(directory: str, last: int | None, *, as_json: bool) -> int:
     from safeckpt.cli.listing import show_log
 
     return show_log(Screen(as_json=as_json), directory, last)
+
+
+@group.command("plot", short_help="Draw the losses of runs, and what happened.")
+@_directories
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False),
+    callback=_picture,
+    help="A .png, .svg or .pdf file. [safeckpt-NAME.png in the current directory]",
+)
+@_json
+def plot_(directories: tuple[str, ...], output: str | None, *, as_json: bool) -> int:
+    """Draw the losses of the runs in DIRECTORIES over their steps into a file, and print its path.
+
+    Below the losses: which steps were saved, refused, rolled back and restored, and which losses were computed again.
+    Needs the package matplotlib and no display. Exit code 1 when there is nothing to draw.
+    """
+    from safeckpt.cli.drawing import plot_runs
+
+    return plot_runs(Screen(as_json=as_json), directories, output)
 
 
 @group.command("prune", short_help="Delete old checkpoints in a directory.")
@@ -299,7 +348,9 @@ def extract_(
 @click.option("--ablate", is_flag=True, help="Also leave out one component at a time.")
 @click.option("--train-step", metavar="NAME", help="The step function in MODULE. [train_step]")
 @click.option("--in-process", is_flag=True, help="No fresh processes and no real kill.")
-@click.option("--plot", type=click.Path(dir_okay=False), help="Draw both curves into this file.")
+@click.option(
+    "--plot", type=click.Path(dir_okay=False), callback=_picture, help="Draw both curves into this .png, .svg or .pdf."
+)
 @_json
 def prove(
     target: str,

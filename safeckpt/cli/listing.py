@@ -5,57 +5,105 @@ Needs no torch, which takes seconds to import.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from safeckpt.cli.screen import BAD, Cell, Screen, error_line, number, size, write
+from safeckpt.cli.screen import BAD, GOOD, Cell, Screen, error_line, write
+from safeckpt.cli.selection import Selection
 from safeckpt.cli.stores import best_of
 from safeckpt.errors import LoadError
 from safeckpt.remote.options import is_url
 from safeckpt.run.catalog import Catalog, Checkpoint, latest, reason_of
 from safeckpt.run.remote_catalog import RemoteCatalog
 from safeckpt.store import Best, CheckpointDirectory
+from safeckpt.system.text import number, size
 
-__all__ = ["described", "list_directory", "print_best", "print_latest", "show_log"]
+__all__ = ["described", "list_directories", "print_best", "print_latest", "show_log"]
 
 
-def list_directory(screen: Screen, path: str) -> int:
-    """Print the checkpoints of a directory after the cheap check."""
-    if is_url(path):
-        remote = RemoteCatalog(path)
-        place, rows = remote.url, _rows(remote, remote.checkpoints)
-        asides = [f"{one.parent.name}/{one.name}" for one in remote.hidden]
-    else:
-        files = CheckpointDirectory(path)
-        place, rows = str(files.path), _rows(Catalog(files), files.steps())
-        asides = [aside.path.name for aside in files.asides()]
+@dataclass(frozen=True)
+class _Listed:
+    """What is in one directory, or below one URL.
+
+    Attributes:
+        place: Its path, or the URL as it may be shown.
+        rows: Its checkpoints as JSON has them.
+        asides: What was set aside.
+    """
+
+    place: str
+    rows: list[dict[str, Any]]
+    asides: list[str]
+
+
+def list_directories(screen: Screen, paths: Sequence[str], selection: Selection) -> int:
+    """Print the checkpoints of some directories after the cheap check."""
+    found = [_listed(path) for path in paths]
+    every = [row for one in found for row in one.rows]
+    rows, unknown = selection.apply(every)
+    asides = [aside for one in found for aside in one.asides]
     if screen.as_json:
-        screen.json({"directory": place, "checkpoints": rows, "set_aside": asides})
+        places = [one.place for one in found]
+        screen.json({"directories": places, "checkpoints": rows, "set_aside": asides, "not_judged": unknown})
         return 0
     total = size(sum(row.get("size_bytes", 0) for row in rows))
-    screen.line(place)
-    screen.line(f"{len(rows)} checkpoint(s), {total}")
+    if len(found) == 1:
+        screen.line(found[0].place)
+    of = f" of {len(every)}" if selection.conditions else ""
+    where = f" in {len(found)} directories" if len(found) > 1 else ""
+    screen.line(f"{len(rows)}{of} checkpoint(s){where}, {total}")
     if rows:
-        screen.table(
-            ("step", "saved (UTC)", "size", "loss", "metrics", "check"),
-            [_row(row) for row in rows],
-            right=("step", "size", "loss"),
-        )
-        screen.line(f"Name, size and structure were checked; `safeckpt verify {path}` reads every byte.")
+        _print_rows(screen, rows, selection, with_directory=len(found) > 1)
+        screen.line(f"Name, size and structure were checked; `safeckpt verify {paths[0]}` reads every byte.")
+    if unknown:
+        names = ", ".join(f"step {row['step']} ({row['reason']})" for row in unknown)
+        screen.line(f"{len(unknown)} not good, so that nobody knows whether --where holds: {names}", BAD)
     if asides:
-        screen.line(f"{len(asides)} more set aside, of timelines that were left: {', '.join(asides)}")
+        names = ", ".join(aside.removeprefix(f"{found[0].place}/") for aside in asides)
+        screen.line(f"{len(asides)} more set aside, of timelines that were left: {names}")
     return 0
 
 
-def _rows(catalog: Catalog | RemoteCatalog, steps: Iterable[int]) -> list[dict[str, Any]]:
+def _listed(path: str) -> _Listed:
+    if is_url(path):
+        remote = RemoteCatalog(path)
+        return _Listed(remote.url, _rows(remote, remote.checkpoints, remote.url), [str(one) for one in remote.hidden])
+    files = CheckpointDirectory(path)
+    rows = _rows(Catalog(files), files.steps(), str(files.path))
+    return _Listed(str(files.path), rows, [str(aside.path) for aside in files.asides()])
+
+
+def _print_rows(screen: Screen, rows: Sequence[dict[str, Any]], selection: Selection, *, with_directory: bool) -> None:
+    columns = ["step", "saved (UTC)", "size", "loss", "metrics", "check"]
+    cells = [_row(row) for row in rows]
+    if selection.by_quality and rows[0]["good"]:
+        cells[0] = [(cell, GOOD) if isinstance(cell, str) else cell for cell in cells[0]]
+    if with_directory:
+        columns.insert(0, "directory")
+        cells = [[_relative(row["directory"]), *one] for row, one in zip(rows, cells, strict=True)]
+    screen.table(columns, cells, right=("step", "size", "loss"))
+
+
+def _relative(directory: str) -> str:
+    """Return a directory as it is called from here, where that is shorter."""
+    try:
+        return str(Path(directory).relative_to(Path.cwd()))
+    except ValueError:
+        return directory
+
+
+def _rows(catalog: Catalog | RemoteCatalog, steps: Iterable[int], place: str) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for step in steps:
         try:
-            rows.append(described(catalog.peek(step)) | {"good": True, "checked": "structure"})
+            found = described(catalog.peek(step)) | {"good": True, "checked": "structure"}
         except FileNotFoundError:
             continue  # pruned by its writer a moment ago
         except LoadError as error:
-            rows.append({"step": step, "path": catalog.path_of(step), "good": False, "reason": reason_of(error)})
+            found = {"step": step, "path": catalog.path_of(step), "good": False, "reason": reason_of(error)}
+        rows.append(found | {"directory": place})
     return rows
 
 
@@ -73,11 +121,12 @@ def described(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _row(row: dict[str, Any]) -> tuple[Cell, ...]:
+def _row(row: dict[str, Any]) -> list[Cell]:
     if not row["good"]:
-        return str(row["step"]), "", "", "", "", (f"not good: {row['reason']}", BAD)
+        return [(str(row["step"]), BAD), "", "", "", "", (f"not good: {row['reason']}", BAD)]
     when = row["created_at"][:19].replace("T", " ")
-    return str(row["step"]), when, size(row["size_bytes"]), number(row["loss"]), number(row["metrics"]), "structure ok"
+    loss, metrics = number(row["loss"]), number(row["metrics"])
+    return [str(row["step"]), when, size(row["size_bytes"]), loss, metrics, "structure ok"]
 
 
 def print_latest(screen: Screen, path: str) -> int:
@@ -121,7 +170,13 @@ def show_log(screen: Screen, path: str, last: int | None) -> int:
     return 0
 
 
-def _event(event: dict[str, Any]) -> tuple[str, ...]:
+_COLOURS = {
+    "refused": BAD, "passed_over": BAD, "replay_differs": BAD, "replicas_differ": BAD,
+    "rolled_back": "yellow", "replay_verified": GOOD,
+}  # fmt: skip
+
+
+def _event(event: dict[str, Any]) -> tuple[Cell, ...]:
     details = []
     for name, value in event.items():
         if name in ("time", "kind", "step") or value in (None, [], {}, ""):
@@ -130,8 +185,8 @@ def _event(event: dict[str, Any]) -> tuple[str, ...]:
         details.append(text if name == "reason" else f"{name.removesuffix('_bytes').replace('_', ' ')} {text}")
     when = str(event.get("time", ""))[:19].replace("T", " ")
     step = event.get("step")
-    kind = str(event.get("kind", "")).replace("_", " ")
-    return when, kind, "" if step is None else str(step), "; ".join(details)
+    kind = str(event.get("kind", ""))
+    return when, (kind.replace("_", " "), _COLOURS.get(kind, "")), "" if step is None else str(step), "; ".join(details)
 
 
 def number_or_text(value: Any) -> str:

@@ -8,28 +8,24 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from safeckpt.proof.leaves import flatten
+from safeckpt.system.figures import new_figure, wants_log_scale
 
 if TYPE_CHECKING:
     from safeckpt.proof.report import ResumeReport
 
 __all__ = ["plot"]
 
-_WIDE = 30.0  # largest to smallest loss from which on a log scale shows more
 _STRAIGHT, _RESUMED, _MARK = "#9aa7b5", "#1f5fa8", "#c62828"
 
 
 def plot(report: ResumeReport, path: str | os.PathLike[str]) -> None:
     """Draw a report, see `ResumeReport.plot`."""
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
-    except ImportError as error:
-        raise ImportError('plot() needs matplotlib: pip install "safeckpt[plot]"') from error
+    figure = new_figure(8, 5.5, "plot()")
     shown = report.shown
     straight = [_first_number(loss) for loss in report.straight]
     resumed = [_first_number(loss) for loss in shown.resumed]
     first = shown.kill_at + 1
     index = shown.first_divergence
-    figure = Figure(figsize=(8, 5.5), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
 
     upper.plot(range(1, report.steps + 1), straight, color=_STRAIGHT, linewidth=5, label="uninterrupted")
@@ -45,8 +41,7 @@ def plot(report: ResumeReport, path: str | os.PathLike[str]) -> None:
     for panel in (upper, lower):
         panel.axvline(shown.kill_at + 0.5, color="black", linewidth=1, linestyle=":")
         panel.grid(alpha=0.25)
-    positive = [value for value in straight + resumed if 0 < value < math.inf]
-    if len(positive) == len(straight + resumed) and max(positive) > _WIDE * min(positive):
+    if wants_log_scale(straight + resumed):
         upper.set_yscale("log")
     upper.set_ylabel("loss")
     upper.set_title(_title(report), loc="left", fontsize=10)
@@ -56,7 +51,7 @@ def plot(report: ResumeReport, path: str | os.PathLike[str]) -> None:
     lower.set_xlabel(f"step (saved and killed after step {shown.kill_at}, dotted line)")
     lower.set_ylabel("relative difference")
     lower.xaxis.get_major_locator().set_params(integer=True)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path)
 
 
 def _first_number(loss: Any) -> float:

@@ -98,6 +98,18 @@ def test_latest_best_and_log_of_a_url(saved: MemoryStore, capsys: pytest.Capture
     assert {"saved", "mirrored"} <= kinds
 
 
+def test_plot_and_selections_of_a_url(saved: MemoryStore, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The history of the copy is drawn, and the checkpoints there are chosen as those of a directory."""
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "a.png"
+    (run,) = answer(capsys, "plot", URL, "-o", str(picture))["runs"]
+    assert (run["directory"], run["saved"], run["last_step"]) == (URL, 3, 3)
+    assert picture.exists()
+    found = answer(capsys, "list", URL, "--where", "step>1", "--sort", "step:max")
+    assert [one["step"] for one in found["checkpoints"]] == [3, 2]
+    assert {one["directory"] for one in found["checkpoints"]} == {URL}
+
+
 def test_show_diff_and_extract_of_a_url(
     saved: MemoryStore, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
