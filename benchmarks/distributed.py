@@ -23,6 +23,7 @@ from benchmarks.workloads import Training
 _RANKS = 2
 _GROWTH = (64, 512, 4096, 16384)
 _PARAMETERS = 12  # of the model whose shards are simulated
+_AGREEMENTS = 300
 RESTORE, PLAIN_RESTORE = "CheckpointManager.restore", "DCP load and set_state_dict"
 MANAGER, PLAIN = "CheckpointManager.save", "DCP save"
 STALL, PLAIN_STALL = "CheckpointManager(async_save=True), stall", "DCP async_save, stall"
@@ -32,6 +33,7 @@ def run(options: Options) -> Iterator[Report]:
     """Save on a real group of two, then count what thousands would write."""
     for size_mb in options.sizes_mb:
         yield _race(options, size_mb)
+    yield _agreeing()
     yield _growth(options.disk)
 
 
@@ -120,6 +122,73 @@ def worker(directory: Path, size_mb: int, repeats: int) -> None:
     if rank == 0:
         print(json.dumps({name: times[1:] for name, times in found.items()}), flush=True)
     torch.distributed.destroy_process_group()
+
+
+def _agreeing() -> Report:
+    """Agree as rank 0 of many, over connections to all that it talks to, which speak for the ranks below them."""
+    rows = {}
+    for ranks in _GROWTH:
+        found = fresh("distributed:agree_as_rank_zero", ranks=ranks)
+        rows[f"{ranks} ranks: rank 0 agrees"] = Row(found.pop("seconds"), NOTHING, found)
+    return Report(
+        "distributed", "growth with the ranks, one agreement at rank 0, real messages of simulated ranks", rows
+    )
+
+
+def agree_as_rank_zero(ranks: int) -> dict[str, Any]:
+    """Make agreements in a fresh process as rank 0, with ranks that have come already: what is left is its own time."""
+    from multiprocessing import get_context
+
+    from safeckpt.distributed.agreement import Agreements, reply_to, said
+    from safeckpt.distributed.group import lowest
+    from safeckpt.distributed.links import children_of
+
+    context = get_context("spawn")
+    children = children_of(0, ranks)
+    pairs = {child: context.Pipe() for child in children}
+    others = context.Process(target=_speak_for, args=({child: pair[1] for child, pair in pairs.items()},), daemon=True)
+    others.start()
+    agreements = Agreements({child: pair[0] for child, pair in pairs.items()}, 0, ranks, 600.0)
+    began_cpu = began = 0.0
+    seconds = []
+    for number in range(_AGREEMENTS + 1):
+        began = time.perf_counter()
+        if number == 1:
+            began_cpu = time.process_time()
+        part = agreements.begin(0, _WHAT, lowest, lambda found: found, is_waited_for=True)
+        part.combined = said(0, _WHAT, _SAME, 0, None)
+        agreements.end(part)
+        reply, _ = reply_to(part.replies.get(), part.decide, 0)  # type: ignore[arg-type]  # nobody is lost
+        agreements.reply(part, reply)
+        seconds.append(time.perf_counter() - began)
+    cpu = (time.process_time() - began_cpu) / _AGREEMENTS
+    answer = pickle.dumps(("said", (0, 1), said(0, _WHAT, _SAME, 0, None)))
+    sent = pickle.dumps(("reply", (0, 1), reply))
+    others.kill()
+    return {
+        "seconds": seconds[1:],  # the first waits for the process of the others
+        "messages in": len(children),
+        "B in": len(children) * len(answer),
+        "B out": len(children) * len(sent),
+        "CPU us": cpu * 1e6,
+        "levels of the tree": ranks.bit_length() - 1,
+    }
+
+
+_WHAT = "saving step 1000"
+_SAME = {"step": 1000, "components": "model optimizer scheduler loader"}
+
+
+def _speak_for(links: dict[int, Any]) -> None:
+    """Say what the ranks below each child of rank 0 say together, agreement after agreement."""
+    from safeckpt.distributed.agreement import said
+
+    for number in range(1, _AGREEMENTS + 2):
+        for child, link in links.items():
+            link.send_bytes(pickle.dumps(("said", (0, number), said(child, _WHAT, _SAME, 0, None))))
+        for link in links.values():
+            while pickle.loads(link.recv_bytes())[0] != "reply":
+                pass
 
 
 def _growth(disk: Path) -> Report:
