@@ -160,8 +160,6 @@ def test_trainers_are_imported_by_their_own_integration_alone(path):
 
 # Private names of others than torch: of named tuples, of the interpreter, of `random` and of NumPy.
 OF_OTHERS = {"_replace", "_getframe", "_inst", "_rand", "_bit_generator", "_legacy_seeding"}
-# Names of torch.distributed that have not moved to torch_private.py yet.
-OF_DISTRIBUTED = {"_MEM_FORMAT_ENCODING", "_StorageInfo", "_StoragePrefix"}
 
 
 def own_private_names():
@@ -206,7 +204,7 @@ def test_only_one_module_uses_private_names_of_torch():
         if path != PACKAGE / "system" / "torch_private.py" and not in_integrations(path)
         for name in set(foreign_private_names(path)) - allowed
     }
-    assert found == {("distributed", name) for name in OF_DISTRIBUTED}
+    assert found == set()
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,8 @@ from typing import Any, BinaryIO, NoReturn
 import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_load_plan
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
@@ -51,17 +50,20 @@ from safeckpt.file import (
     unpickle_metadata,
 )
 from safeckpt.state.tree import local_part
+from safeckpt.system.torch_private import metadata_classes
 
 __all__ = ["CachingPlanner", "ShardReader", "ShardWriter", "WriteInside"]
 
 WriteInside = Callable[..., Any]  # `CheckpointDirectory.write_inside`
+
+_PlaceInFile, _MemoryFormat = metadata_classes()
 
 # What the engine's metadata is made of. Its own reader takes anything else that a pickle can name, and runs it.
 _TYPES: dict[tuple[str, str], Any] = {
     (kind.__module__, kind.__qualname__): kind
     for kind in (
         Metadata, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata, TensorProperties, MetadataIndex,
-        StorageMeta, _MEM_FORMAT_ENCODING, _StorageInfo,
+        StorageMeta, _PlaceInFile, _MemoryFormat,
     )
 }  # fmt: skip
 
@@ -101,8 +103,7 @@ class ShardWriter(FileSystemWriter):
         Raises:
             NonFiniteError: A tensor that was finite when the save began holds NaN or Inf by now.
         """
-        prefix: _StoragePrefix = plan.storage_data
-        name = f"{prefix.prefix}0.distcp"
+        name = f"{plan.storage_data.prefix}0.distcp"  # `__0_` of rank 0, as the engine has planned it
         # Laid out before anything is written, so that a full disk can be told how much was needed.
         parts = [self._prepare(_tensor_of(planner, item), item.index.fqn) for item in plan.items]
         results = []
@@ -113,7 +114,7 @@ class ShardWriter(FileSystemWriter):
             )
             self.written.append((name, written.size_bytes, written.digest))
             results = [
-                WriteResult(item.index, part.size_bytes, _StorageInfo(name, offset, part.size_bytes))
+                WriteResult(item.index, part.size_bytes, _PlaceInFile(name, offset, part.size_bytes))
                 for item, part, offset in zip(plan.items, parts, written.offsets, strict=True)
             ]
         # Rank 0 has what it was told the last time: thousands of ranks would tell it the same again.

@@ -62,6 +62,7 @@ __all__ = [
     "loader_of_entries",
     "local_tensor_of",
     "mark_stepped",
+    "metadata_classes",
     "own_tensor_names",
     "part_bounds",
     "rebuild_from_type_v2",
@@ -416,3 +417,17 @@ def lazy_gloo() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
+
+
+def metadata_classes() -> tuple[type, type]:
+    """Return the classes in the metadata of torch.distributed.checkpoint that are not in its documentation.
+
+    The first says where a part of a tensor is, made of (name of the file, first byte, bytes); the second lists memory
+    formats. Both are in every `.metadata` that the engine has written. With a torch that has neither, or has moved one,
+    the first save or restore of shards is an ImportError that names it, and single files are not concerned. The engine
+    is large, so it is imported here.
+    """
+    from torch.distributed.checkpoint.filesystem import _StorageInfo  # noqa: PLC0415
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING  # noqa: PLC0415
+
+    return _StorageInfo, _MEM_FORMAT_ENCODING
