@@ -194,7 +194,6 @@ class CheckpointManager:
         self._saver = Saver(
             run,
             self._capturer,
-            self._restorer,
             pruning,
             async_save=async_save,
             progress=None if progress is None else functools.partial(progress, "save"),

@@ -6,9 +6,10 @@ from safeckpt.system.lazy import module_getattr
 
 if TYPE_CHECKING:
     from safeckpt.run.capturing import Capturer
+    from safeckpt.run.checking import Wanted
     from safeckpt.run.membership import Membership
     from safeckpt.run.replay import Replay, ReplayPolicy, ReplayReport
-    from safeckpt.run.restoring import Restorer, Wanted
+    from safeckpt.run.restoring import Restorer
     from safeckpt.run.rollback import Rollback
     from safeckpt.run.run import Run
     from safeckpt.run.run_directory import RunDirectory
@@ -33,7 +34,7 @@ else:
             "Saver": "safeckpt.run.saving",
             "Steps": "safeckpt.run.steps",
             "Timeline": "safeckpt.run.timeline",
-            "Wanted": "safeckpt.run.restoring",
+            "Wanted": "safeckpt.run.checking",
         },
     )
 

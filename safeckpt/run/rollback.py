@@ -8,7 +8,8 @@ from typing import Any, cast
 
 from safeckpt.errors import CheckpointNotFoundError, RollbackLoopError
 from safeckpt.run.catalog import Checkpoint
-from safeckpt.run.restoring import Restored, Restorer, Wanted
+from safeckpt.run.checking import Wanted
+from safeckpt.run.restoring import Restored, Restorer
 from safeckpt.run.run import Run
 from safeckpt.run.saving import Saver
 from safeckpt.run.steps import Steps

@@ -52,8 +52,8 @@ from safeckpt.file import Write, write_here
 from safeckpt.run.background import BackgroundWriter
 from safeckpt.run.capturing import Capturer, Draft
 from safeckpt.run.catalog import Checkpoint
+from safeckpt.run.comparing import holds
 from safeckpt.run.pruning import Pruning
-from safeckpt.run.restoring import Restorer
 from safeckpt.run.run import Run
 from safeckpt.run.run_directory import Place
 from safeckpt.run.writers import MemoryCopy, Parts, World, Writer, both_parts, rewrite_header, writer_of
@@ -135,7 +135,6 @@ class Saver:
     Args:
         run: The run.
         capturer: Captures this rank's part.
-        restorer: Compares the state with what is on disk.
         pruning: Deletes what is no longer needed.
         async_save: Whether a thread writes, or has a process write.
         progress: Told how much of a file is written.
@@ -149,7 +148,6 @@ class Saver:
         self,
         run: Run,
         capturer: Capturer,
-        restorer: Restorer,
         pruning: Pruning,
         *,
         async_save: AsyncSave,
@@ -158,7 +156,6 @@ class Saver:
     ) -> None:
         self._run = run
         self._capturer = capturer
-        self._restorer = restorer
         self._pruning = pruning
         self._progress = progress
         self._process = WritingProcess() if async_save == "process" else None
@@ -307,7 +304,7 @@ class Saver:
             LoadError: It cannot be compared, since it is damaged.
         """
         run, step = self._run, draft.checkpoint.step
-        if not self._restorer.holds(step, draft.captured):
+        if not holds(run, step, draft.captured):
             raise StepExistsError(step=step, path=run.directory.files.path_of(step))
         with group.section(f"{what}: describing it", lowest) as section:
             if group.is_rank_zero:

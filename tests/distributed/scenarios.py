@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 import safeckpt
+from safeckpt.run import Steps
 from safeckpt.store import disk
 from tests.distributed import groups
 from tests.distributed.training import Kind, Run, manager_of
@@ -168,6 +169,29 @@ def nan_loss_on_one_rank_at_a_step(path: Path, kind: Kind) -> Any:
         run.bad = None
         losses = run.train(manager, 10)
         return found, at, batches, left_out, manager.step, len(losses)
+
+
+@scenario
+def note_that_fails_on_one_rank(path: Path, kind: Kind) -> Any:
+    """The others have noted where the run stands when rank 1 fails, from the disk and from memory."""
+    found = {}
+    for source, options in {"disk": {}, "memory": {"async_save": True}}.items():
+        run = Run(kind)
+        with manager_of(run, path / source, save_on_exit=False, **options) as manager:
+            run.train(manager, 2)
+            manager.save(3)
+            manager.wait()
+
+            def failing(_: Any) -> None:
+                if rank() == 1:
+                    raise OSError(errno.EIO, "no note")
+
+            with mock.patch.object(Steps, "on_restored", failing):
+                failed = outcome(lambda: manager.rollback(changed=True))
+            mixed = sorted(manager._run.timeline.mixture.names)
+            again = outcome(lambda: manager.rollback(changed=True))
+            found[source] = (failed, mixed, again, outcome(lambda: manager.save(9)))
+    return found
 
 
 @scenario

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ SHARED = (
     "nan_loss_on_one_rank_at_save", "nan_tensor_on_one_rank", "nan_loss_on_one_rank_at_a_step", "disk_full_on_rank_0",
     "interrupt_on_rank_0", "file_that_one_rank_cannot_read", "directory_of_each_rank", "other_shape_on_one_rank",
     "rotation", "rewind", "pending_gradients", "checkpoint_that_is_owed", "nothing_there",
-    "refusal_of_one_rank_at_the_end", "spike_on_one_rank",
+    "refusal_of_one_rank_at_the_end", "note_that_fails_on_one_rank", "spike_on_one_rank",
 )  # fmt: skip
 ONLY: dict[Kind, tuple[str, ...]] = {
     "ddp": (
@@ -56,6 +57,16 @@ def test_nan_loss_on_one_rank_is_refused_by_all(seen: list[dict[str, Any]]) -> N
         assert again["error"] is None
         assert steps == [3, 5]
     assert "On rank 1: Step 4 was not saved" in of(seen, "nan_loss_on_one_rank_at_save")[0][0]["text"]
+
+
+@pytest.mark.parametrize("source", ["disk", "memory"])
+def test_rollback_that_one_rank_did_not_finish_leaves_a_mixture_on_all(seen: list[dict[str, Any]], source: str) -> None:
+    """A rank that came to the end knows that the others may not have; the next rollback makes it good."""
+    for found in of(seen, "note_that_fails_on_one_rank"):
+        failed, mixed, again, saved = found[source]
+        assert (failed["error"], failed["errno"]) == ("OSError", errno.EIO)
+        assert {"model", "optimizer"} <= set(mixed)
+        assert (again["error"], saved["error"]) == (None, None)
 
 
 def test_checkpoint_is_owed_and_paid_by_all_ranks(seen: list[dict[str, Any]]) -> None:

@@ -142,7 +142,7 @@ def _restore_under_faults(path: Path) -> Any:
 
                 patch.setattr(sharded.CheckpointFolder, "verify", verify)
             with pytest.MonkeyPatch.context() as quiet:
-                quiet.setattr("safeckpt.run.restoring.warn_skipped", lambda *_: None)
+                quiet.setattr("safeckpt.run.finding.warn_skipped", lambda *_: None)
                 result = outcome(manager.restore)
             found[name] = result["error"], result["step"]
     return found

@@ -1,0 +1,58 @@
+"""Comparing a captured state with a checkpoint, for a save of the step that was just saved."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+from safeckpt.distributed import holds_same
+from safeckpt.errors import CheckpointNotFoundError, RestoreError
+from safeckpt.run.checking import Wanted
+from safeckpt.run.finding import Search
+from safeckpt.run.run import Run
+from safeckpt.state import RESERVED_KEY, Plan
+from safeckpt.state.component import has_attribute
+
+__all__ = ["holds"]
+
+
+def holds(run: Run, step: int, captured: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint holds exactly what was captured, on every rank. Called by all ranks at once.
+
+    Cost:
+        Reads the checkpoint, and two passes of SHA-256 over the state.
+    """
+    try:
+        with Search(run, Wanted(step)).find() as good:
+            assert good is not None  # of a step that is named
+            with run.group.section(f"comparing step {step}", operator.and_) as section:
+                section.answer = _is_equal(good.plan, captured)
+            return bool(section.result)
+    except (CheckpointNotFoundError, RestoreError):
+        return False  # it is gone, or not even of the same form
+
+
+def _is_equal(saved: Plan, captured: Mapping[str, Any]) -> bool:
+    """Return whether a state that was read is the captured one, bit for bit."""
+    reserved = captured[RESERVED_KEY]
+    before = {component.name: (part.state, part.record) for component, part in saved.parts}
+    ended = {component.name for component, part in saved.parts if _has_ended_epoch(component.obj, part.state)}
+    records = {
+        name: {key: value for key, value in record.items() if key != "kind"}
+        for name, record in reserved["components"].items()
+    }
+    now = {name: (captured[name], records[name]) for name in records}
+    return before.keys() == now.keys() and all(
+        holds_same(one, other)
+        for one, other in (
+            *((before[name], now[name]) for name in now if name not in ended),
+            (saved.rng, reserved["rng"]),
+            (saved.gradients, reserved["gradients"]),
+        )
+    )
+
+
+def _has_ended_epoch(obj: Any, state: Any) -> bool:
+    """Return whether a loader has done no more since this state than end its epoch, as it does after the inner loop."""
+    return has_attribute(obj, "is_at_end_of") and bool(obj.is_at_end_of(state))
