@@ -20,11 +20,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
 from safeckpt.distributed.failures import Failure, failure_of
-from safeckpt.distributed.links import children_of, parent_of, ranks_below
+from safeckpt.distributed.links import Link, children_of, parent_of, ranks_below
 from safeckpt.errors import RanksDisagreeError, listed
 from safeckpt.system.threads import start
 
@@ -217,7 +217,7 @@ class Agreements:
         on_lost: Called in the thread when that is known.
     """
 
-    def __init__(self, links: dict[int, Connection], rank: int, size: int, timeout_seconds: float) -> None:
+    def __init__(self, links: dict[int, Link], rank: int, size: int, timeout_seconds: float) -> None:
         self.timeout_seconds = timeout_seconds
         self.lost: Lost | None = None
         self.on_lost: Callable[[], None] | None = None
@@ -316,12 +316,16 @@ class Agreements:
             while self.lost is None and (self._links or not self._is_closed):
                 now = time.monotonic()
                 self._next_beat = min(self._next_beat, now + self._beat_seconds)
-                ready = wait([*self._links.values(), self._wake_out], max(0.0, self._next_beat - now))
+                has_news = any(link.has_news for link in self._links.values())  # taken in while something was sent
+                seconds = 0.0 if has_news else max(0.0, self._next_beat - now)
+                ready = wait([*(link.fileno() for link in self._links.values()), self._wake_out], seconds)
                 self._take_calls()
-                by_link = {link: rank for rank, link in self._links.items()}
-                for link in ready:
-                    if link in by_link and self.lost is None:
-                        self._receive(by_link[link])
+                for rank, link in list(self._links.items()):
+                    if link.fileno() in ready:
+                        link.take_in()
+                        self._heard[rank] = now
+                    while self.lost is None and self._links.get(rank) is link and self._receive(rank, link):
+                        pass
                 if self.lost is None:
                     self._look_for_lost()
                 if time.monotonic() >= self._next_beat:
@@ -352,16 +356,18 @@ class Agreements:
         one.part = part
         return one
 
-    def _receive(self, rank: int) -> None:
-        """Take a message of a neighbour."""
+    def _receive(self, rank: int, link: Link) -> bool:
+        """Take a message of a neighbour, and return whether there was one."""
         try:
-            kind, key, message = pickle.loads(self._links[rank].recv_bytes())  # from a process of this very job
+            data = link.next_message()
         except (EOFError, OSError) as error:
             self._links.pop(rank).close()
             if rank not in self._left:
-                reason = str(error) or "its connection was closed"
-                self._lose(Lost([rank], reason, late=isinstance(error, BlockingIOError)))
-            return
+                self._lose(Lost([rank], str(error) or "its connection was closed", late=False))
+            return False
+        if data is None:
+            return False
+        kind, key, message = pickle.loads(data)  # from a process of this very job
         self._heard[rank] = time.monotonic()
         if kind == "left":
             self._left.add(rank)
@@ -377,6 +383,7 @@ class Agreements:
                 self._advance(key)
             elif message is not None:
                 one.missing[rank] = message
+        return True
 
     def _advance(self, key: _Key) -> None:
         """Say what this rank and all below it say, when that is complete."""
@@ -410,8 +417,8 @@ class Agreements:
         if link is None or (self.lost is not None and kind != "lost"):
             return
         try:
-            link.send_bytes(pickle.dumps((kind, key, message)))
-        except BlockingIOError as error:  # of a message that has begun
+            link.send(pickle.dumps((kind, key, message)), self._links.values())
+        except TimeoutError as error:
             self._lose(Lost([rank], str(error), late=True))
         except OSError:
             pass  # it is gone; what it has said before, such as a reply or that it leaves, is still to be read

@@ -12,13 +12,14 @@ import hmac
 import json
 import queue
 import secrets
+import selectors
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ import torch
 from safeckpt.errors import listed
 from safeckpt.system.threads import start
 
-__all__ = ["NotMetError", "children_of", "meet", "parent_of", "ranks_below"]
+__all__ = ["Link", "NotMetError", "children_of", "meet", "parent_of", "ranks_below"]
 
 _SLICE_SECONDS = 1.0  # for which the store, which other threads need as well, is waited for at a time
 _DIAL_SECONDS = 3.0
@@ -34,6 +35,9 @@ _ANSWER_SECONDS = 10.0
 _ACCEPT_SECONDS = 0.05
 _PROOF_BYTES = 32
 _HERE = b"here"
+_STUCK = "it takes nothing more of a message"
+_LENGTH = struct.Struct("!Q")
+_MOST_RECEIVED_BYTES = 1 << 20  # at a time
 _FAR_AWAY = ("192.0.2.1", "2001:db8::1")  # kept for documentation: there is nothing
 
 
@@ -47,6 +51,123 @@ class NotMetError(Exception):
     def __init__(self, text: str, missing: list[int]) -> None:
         super().__init__(text)
         self.missing = missing
+
+
+class Link:
+    """A connection to a neighbour, over which whole messages go.
+
+    Args:
+        connected: The socket.
+        seconds: How long to wait for a neighbour that takes nothing more of a message.
+    """
+
+    def __init__(self, connected: socket.socket, seconds: float) -> None:
+        connected.setblocking(False)
+        self._socket = connected
+        weakref.finalize(self, connected.close).atexit = False  # one that was lost is closed without a warning
+        self._seconds = seconds
+        self._taken_in = bytearray()
+        self._is_ended = False
+        self._error: OSError | None = None
+        self._is_stuck = False
+
+    def fileno(self) -> int:
+        """Return the descriptor; it can be read when there is something to take in."""
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        """Close it. What was sent still arrives."""
+        self._socket.close()
+
+    def send(self, message: bytes, links: Iterable[Link]) -> None:
+        """Send a message, and return when the system has all of it.
+
+        Args:
+            message: The message.
+            links: All connections of this rank. What comes over them is taken in meanwhile: a neighbour may have
+                something large to say as well, and would take nothing in before it has said it.
+
+        Raises:
+            TimeoutError: The neighbour takes nothing more of it.
+            OSError: The connection is closed.
+        """
+        if self._is_stuck:  # in the middle of another one
+            raise TimeoutError(_STUCK)
+        left = memoryview(_LENGTH.pack(len(message)) + message)
+        left = left[self._send_some(left) :]
+        end = time.monotonic() + self._seconds
+        while left:
+            can_send = self._wait_to_send({self, *links}, end - time.monotonic())
+            sent = self._send_some(left) if can_send else 0
+            left = left[sent:]
+            if sent:
+                end = time.monotonic() + self._seconds
+            elif time.monotonic() >= end:
+                self._is_stuck = True
+                raise TimeoutError(_STUCK)
+
+    def _wait_to_send(self, links: Iterable[Link], seconds: float) -> bool:
+        """Wait for something to happen, take in what has come, and return whether something can be sent."""
+        with selectors.DefaultSelector() as selector:
+            for link in links:
+                events = 0 if link._is_ended else selectors.EVENT_READ
+                if events | (link is self):
+                    selector.register(link, events | (selectors.EVENT_WRITE if link is self else 0))
+            happened = {key.fileobj: events for key, events in selector.select(max(0.0, seconds))}
+        for link in links:
+            if happened.get(link, 0) & selectors.EVENT_READ:
+                link.take_in()
+        return bool(happened.get(self, 0) & selectors.EVENT_WRITE)
+
+    def _send_some(self, data: memoryview) -> int:
+        try:
+            return self._socket.send(data)
+        except BlockingIOError:
+            return 0
+
+    def take_in(self) -> None:
+        """Take in what has come, without waiting."""
+        try:
+            data = self._socket.recv(_MOST_RECEIVED_BYTES)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._is_ended, self._error = True, error
+            return
+        self._taken_in += data
+        self._is_ended = not data
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `next_message` has something to return or to raise."""
+        return self._is_ended or self._length is not None
+
+    def next_message(self) -> bytes | None:
+        """Return the next message that was taken in; None when it has not come yet.
+
+        Raises:
+            EOFError: The neighbour has closed the connection, and there is no other message.
+            OSError: The connection is broken, and there is no other message.
+        """
+        length = self._length
+        if length is not None:
+            end = _LENGTH.size + length
+            message = bytes(self._taken_in[_LENGTH.size : end])
+            del self._taken_in[:end]
+            return message
+        if self._error is not None:
+            raise self._error
+        if self._is_ended:
+            raise EOFError
+        return None
+
+    @property
+    def _length(self) -> int | None:
+        """The length of the next message, when all of it was taken in."""
+        if len(self._taken_in) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._taken_in)
+        return length if len(self._taken_in) >= _LENGTH.size + length else None
 
 
 def parent_of(rank: int) -> int:
@@ -68,7 +189,7 @@ def ranks_below(rank: int, size: int) -> range:
 
 def meet(
     store: Any, rank: int, size: int, seconds: float, still_waiting: Callable[[list[int]], None]
-) -> dict[int, Connection]:
+) -> dict[int, Link]:
     """Return the connections of a rank to its parent and its children, by rank.
 
     Called by all ranks.
@@ -84,7 +205,7 @@ def meet(
         NotMetError: Some did not come in time.
     """
     meeting = _Meeting(store, rank, size, seconds, still_waiting)
-    links: dict[int, Connection] = {}
+    links: dict[int, Link] = {}
     try:
         with _listening(bool(children_of(rank, size))) as listener:
             token = secrets.token_hex(16)
@@ -131,12 +252,12 @@ class _Meeting:
         self._next_word = time.monotonic() + _SLICE_SECONDS
         self._still_waiting = still_waiting
 
-    def accept(self, listener: socket.socket, token: str) -> dict[int, Connection]:
+    def accept(self, listener: socket.socket, token: str) -> dict[int, Link]:
         """Return the connections of all children, when they have dialled.
 
         Each caller is answered in a thread of its own, so that one that says nothing keeps nobody waiting.
         """
-        links: dict[int, Connection] = {}
+        links: dict[int, Link] = {}
         wanted = set(children_of(self._rank, self._size))
         arrived: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
         listener.settimeout(_ACCEPT_SECONDS)
@@ -176,7 +297,7 @@ class _Meeting:
                         return
         caller.close()
 
-    def dial(self, rank: int) -> Connection:
+    def dial(self, rank: int) -> Link:
         """Return a connection to another rank. What is written of it may be of an earlier start: it is read again."""
         tried = "nothing"
         while True:
@@ -195,7 +316,7 @@ class _Meeting:
                         return link
             time.sleep(0.05)
 
-    def _call(self, host: str, port: int, token: str) -> Connection | None:
+    def _call(self, host: str, port: int, token: str) -> Link | None:
         """Return a connection to a parent; None where something else answers."""
         with contextlib.ExitStack() as closing:
             called = closing.enter_context(socket.create_connection((host, port), _DIAL_SECONDS))
@@ -207,14 +328,9 @@ class _Meeting:
             closing.pop_all()
             return self._as_link(called)
 
-    def _as_link(self, connected: socket.socket) -> Connection:
-        connected.settimeout(None)
+    def _as_link(self, connected: socket.socket) -> Link:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # Of a message that has begun; the process at the other end may be stopped.
-        limit = struct.pack("ll", int(self._seconds) + 1, 0)
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-        return Connection(connected.detach())
+        return Link(connected, self._seconds)
 
     def _look_at_the_clock(self, otherwise: str) -> None:
         now = time.monotonic()

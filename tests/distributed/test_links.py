@@ -8,9 +8,10 @@ import os
 import pickle
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ import pytest
 import torch
 
 from safeckpt.distributed import links
-from safeckpt.distributed.agreement import Agreements, Part, Reply, said
+from safeckpt.distributed.agreement import Agreements, Combined, Part, Reply, said
 from safeckpt.distributed.group import RankGroup, lowest
-from safeckpt.distributed.links import meet
+from safeckpt.distributed.links import Link, meet
 from tests.distributed import groups
 from tests.distributed.scenarios import outcome
 
@@ -35,18 +36,31 @@ def _begun(agreements: Agreements, *, waits: bool = True) -> Part:
     return part
 
 
-def _message(link: Connection) -> Any:
+def _pair(seconds: float = SECONDS) -> tuple[Link, Link]:
+    """Return the two ends of a connection."""
+    ours, theirs = socket.socketpair()
+    return Link(ours, seconds), Link(theirs, seconds)
+
+
+def _heard(link: Link) -> bytes:
+    """Return the next message."""
+    while (message := link.next_message()) is None:
+        assert wait([link.fileno()], SECONDS)
+        link.take_in()
+    return message
+
+
+def _message(link: Link) -> Any:
     """Return the next message that is no sign of life."""
     while True:
-        assert link.poll(SECONDS)
-        found = pickle.loads(link.recv_bytes())
+        found = pickle.loads(_heard(link))
         if found[0] != "alive":
             return found
 
 
 def test_reply_of_a_rank_that_has_ended_since_is_read() -> None:
     """What is sent to it meanwhile fails; that it has replied and taken leave before counts all the same."""
-    ours, theirs = Pipe()
+    ours, theirs = _pair()
     agreements = Agreements({0: ours}, 1, 2, SECONDS)
     part = _begun(agreements)
     assert _message(theirs)[0] == "said"
@@ -61,7 +75,7 @@ def test_reply_of_a_rank_that_has_ended_since_is_read() -> None:
     agreements._call(talk)
     assert is_held.wait(SECONDS)
     for message in (("reply", (0, 1), Reply(None, 7)), ("left", None, None)):
-        theirs.send_bytes(pickle.dumps(message))
+        theirs.send(pickle.dumps(message), ())
     theirs.close()
     may_go_on.set()
     assert part.replies.get(timeout=SECONDS) == Reply(None, 7)
@@ -73,14 +87,14 @@ def test_reply_of_a_rank_that_has_ended_since_is_read() -> None:
 
 def test_rank_takes_leave_when_what_it_has_said_is_replied_to() -> None:
     """It may end a long time before the others come to the same place; they agree with it all the same."""
-    ours, theirs = Pipe()
+    ours, theirs = _pair()
     agreements = Agreements({1: ours}, 0, 2, SECONDS)
     _begun(agreements, waits=False)
     closing = threading.Thread(target=agreements.close)
     closing.start()
     closing.join(0.2)
     assert closing.is_alive()
-    theirs.send_bytes(pickle.dumps(("said", (0, 1), said(1, "counting", {}, 1, None))))
+    theirs.send(pickle.dumps(("said", (0, 1), said(1, "counting", {}, 1, None))), ())
     assert _message(theirs) == ("reply", (0, 1), Reply(None, 1))
     assert _message(theirs) == ("left", None, None)
     closing.join(SECONDS)
@@ -89,7 +103,7 @@ def test_rank_takes_leave_when_what_it_has_said_is_replied_to() -> None:
 
 def test_rank_that_fails_takes_leave_at_once() -> None:
     """The others may be waiting for it in a collective of the training, and never come to agree."""
-    ours, theirs = Pipe()
+    ours, theirs = _pair()
     agreements = Agreements({1: ours}, 0, 2, SECONDS)
     _begun(agreements, waits=False)
     agreements.close(is_failing=True)
@@ -99,13 +113,56 @@ def test_rank_that_fails_takes_leave_at_once() -> None:
 
 def test_rank_that_was_interrupted_within_an_agreement_is_lost_at_the_next() -> None:
     """It can never say what it had to say there, and nobody waits for that."""
-    ours, theirs = Pipe()
+    ours, theirs = _pair()
     agreements = Agreements({1: ours}, 0, 2, SECONDS)
     agreements.begin(0, "counting", lowest, lambda found: found, is_waited_for=True)
     _begun(agreements)
     kind, _, lost = _message(theirs)
     assert (kind, lost.ranks, lost.reason) == ("lost", [0], "it was interrupted while counting")
     agreements._thread.join(SECONDS)
+
+
+def _tree(size: int, seconds: float) -> list[Agreements]:
+    """Return the agreements of so many ranks, connected in this process."""
+    links: list[dict[int, Any]] = [{} for _ in range(size)]
+    for rank in range(1, size):
+        links[rank][0], links[0][rank] = _pair(seconds)
+    return [Agreements(one, rank, size, seconds) for rank, one in enumerate(links)]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_large_messages_cross_each_other(size: int) -> None:
+    """Every rank has something large to say to a neighbour that is saying something large: all of it arrives."""
+    tree = _tree(size, 5.0)
+    everyone = list(tree)
+    back = {one: one.begin(1, "writing", lowest, lambda found: found, is_waited_for=True) for one in everyone}
+    for one, part in back.items():
+        part.combined = said(one._rank, "writing", {}, one._rank, None)
+        one.end(part)
+    answers = back[everyone[0]].replies.get(timeout=SECONDS)  # of all: rank 0 decides
+    assert isinstance(answers, Combined)
+    held, go = threading.Semaphore(0), threading.Event()
+    for one in everyone:  # all begin to talk at one moment
+        one._call(lambda: held.release() or go.wait(SECONDS))  # type: ignore[func-returns-value]
+    for _ in everyone:
+        assert held.acquire(timeout=SECONDS)
+    large = os.urandom(16 << 20)
+    front = {one: one.begin(0, "counting", lowest, lambda found: found, is_waited_for=False) for one in everyone}
+    replying = threading.Thread(target=everyone[0].reply, args=(back[everyone[0]], Reply(None, large)))
+    replying.start()
+    while everyone[0]._inbox.empty():
+        time.sleep(0.01)
+    for one, part in front.items():
+        part.combined = said(one._rank, "counting", {}, large, None)
+        one.end(part)
+    go.set()
+    for one in everyone[1:]:
+        assert back[one].replies.get(timeout=SECONDS) == Reply(None, large)
+    for one in everyone:
+        assert front[one].replies.get(timeout=SECONDS) == Reply(None, large)
+    replying.join(SECONDS)
+    for one in reversed(everyone):
+        one.close()
 
 
 def _forked(path: Path) -> Any:
@@ -129,7 +186,7 @@ def test_forked_child_is_in_no_group(tmp_path: Path) -> None:
     assert groups.results(2, _forked, tmp_path) == [0, 0]
 
 
-Links = dict[int, Connection]
+Links = dict[int, Link]
 
 
 def _meeting(pool: ThreadPoolExecutor, store: Any, rank: int, size: int) -> Future[Links]:
@@ -138,8 +195,8 @@ def _meeting(pool: ThreadPoolExecutor, store: Any, rank: int, size: int) -> Futu
 
 def _talk(parent: Future[Links], child: Future[Links], rank: int) -> str:
     """Return what a child hears that its parent says, and close what they have."""
-    parent.result()[rank].send_bytes(b"hello")
-    heard = child.result()[0].recv_bytes()
+    parent.result()[rank].send(b"hello", ())
+    heard = _heard(child.result()[0])
     for link in (*parent.result().values(), *child.result().values()):
         link.close()
     return heard.decode()
