@@ -5,20 +5,22 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 
 import safeckpt
 from benchmarks import peers
-from benchmarks.harness import DURABLE, LIMIT, Contestant, Options, Report, race, settle
+from benchmarks.harness import DURABLE, LIMIT, Contestant, Options, Report, Row, race, settle
 from benchmarks.peers import Background
 from benchmarks.workloads import Training
 
 COPY = "copy into warm memory"
 MANAGER = "CheckpointManager(async_save=True)"
+PROCESS = 'CheckpointManager(async_save="process")'
 _CALM_SECONDS = 1.0
 
 
@@ -36,6 +38,7 @@ def _race(options: Options, size_mb: int) -> Report:
         directory = Path(name)
         savers = [
             ours(training, directory / "manager"),
+            ours(training, directory / "process", in_process=True),
             *peers.chosen(peers.ASYNC, options, notes, training, directory),
         ]
         shares: dict[str, list[float]] = {one.name: [] for one in savers}
@@ -49,6 +52,9 @@ def _race(options: Options, size_mb: int) -> Report:
     report = Report("async_save", f"training blocked by an asynchronous save, {training.describe()}", rows, notes=notes)
     report.axis = ("size_mb", size_mb)
     report.target("P4 blocked / copy", report.ratio(MANAGER, COPY), 1.5)
+    report.target(
+        "training while it writes, process / thread", _share(rows, PROCESS) / _share(rows, MANAGER), 1, at_least=True
+    )
     if "DCP async_save" in rows:
         report.target("P4 DCP async_save / blocked", report.ratio("DCP async_save", MANAGER), 5, at_least=True)
     warm = "DCP async_save, warm DefaultStager"
@@ -57,17 +63,24 @@ def _race(options: Options, size_mb: int) -> Report:
     return report
 
 
+def _share(rows: Mapping[str, Row], name: str) -> float:
+    return rows[name].extra["training while it writes"]
+
+
 def _copy(training: Training) -> Contestant:
     tensors = training.tensors()
     buffers = [torch.empty_like(tensor) for tensor in tensors]
     return Contestant(COPY, lambda: torch._foreach_copy_(buffers, tensors), LIMIT)
 
 
-def ours(training: Training, directory: Path) -> Background:
-    """Return the manager's asynchronous save."""
-    keeper = safeckpt.CheckpointManager(directory, training.components, keep_last=1, async_save=True)
+def ours(training: Training, directory: Path, *, in_process: bool = False) -> Background:
+    """Return the manager's asynchronous save, by a thread or by a process."""
+    async_save: Any = "process" if in_process else True
+    keeper = safeckpt.CheckpointManager(directory, training.components, keep_last=1, async_save=async_save)
     steps = itertools.count(1)
-    return Background(MANAGER, lambda: keeper.save(next(steps)), keeper.wait, DURABLE, keeper.close)
+    return Background(
+        PROCESS if in_process else MANAGER, lambda: keeper.save(next(steps)), keeper.wait, DURABLE, keeper.close
+    )
 
 
 def _blocked(saver: Background, busy: _Busy, shares: list[float], writes: list[float]) -> Contestant:
