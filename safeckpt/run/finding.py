@@ -187,6 +187,8 @@ class Search:
                 "fresh": sorted(wanted.fresh),
                 "streams": wanted.streams,
             }
+            if group.is_rank_zero and wanted.only is None:
+                run.directory.warn_of_other_writer()
             listed = run.directory.files.steps()
             here = [step for step in listed if step not in self._tried]
             step = told[0] if told else self._candidate({*here, *self._remote})

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from safeckpt.distributed import Group
-from safeckpt.errors import DirectoryInUseError, DirectoryLockedError, DirectoryNotSharedError
+from safeckpt.errors import DirectoryInUseError, DirectoryLockedError, DirectoryNotSharedError, SafeckptWarning
 from safeckpt.run.catalog import Catalog, Checkpoint
 from safeckpt.run.membership import Membership
 from safeckpt.run.mirroring import RunMirror
 from safeckpt.run.timeline import Timeline
 from safeckpt.store import WriterLock
+from safeckpt.system.warn import warn_caller
 
 __all__ = ["Place", "RunDirectory"]
 
@@ -59,6 +60,7 @@ class RunDirectory:
         self.mirror: RunMirror | None = None
         self._timeline = timeline
         self._membership = membership
+        self._is_looked_for = False
         self._shared_by: Group | None = None  # the ranks that are known to see one directory
 
     @property
@@ -102,6 +104,25 @@ class RunDirectory:
             self._timeline.set_aside()
         if self.mirror is not None:
             self.mirror.enter(self._timeline.saved_step, went_back=bool(superseded))
+
+    def warn_of_other_writer(self) -> None:
+        """Warn, once, of a process that writes here while this one, which is going to write, begins. On rank 0.
+
+        At the first save it is an error: many steps later, and with what it has saved meanwhile in the directory.
+        """
+        if self._is_looked_for or not self._timeline.saves_by_itself:
+            return
+        self._is_looked_for = True
+        other = self.lock.other_holder()
+        if other:
+            pid, host, since = (other.get(name) for name in ("pid", "host", "since"))
+            warn_caller(
+                f"Another process is saving checkpoints into {self.path}: pid {pid} on {host}, since {since}. What it "
+                "saves from now on is not part of what is restored here, and saves here fail as long as it runs.\n"
+                f"Next: if it is left over from an earlier start of this job, end it (kill {pid} on {host}), and start "
+                "again.",
+                SafeckptWarning,
+            )
 
     def unknown_steps(self) -> list[int]:
         """Return the steps of checkpoints in the directory that are not this run's, ascending."""

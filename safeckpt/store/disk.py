@@ -290,6 +290,23 @@ def unlink_unclaimed(path: Path) -> bool:
     return True
 
 
+def is_locked(path: Path) -> bool | None:
+    """Return whether another process has locked a file; None where that cannot be told.
+
+    Not part of the seam: nothing is changed.
+    """
+    if sys.platform == "win32":
+        return None
+    with contextlib.suppress(OSError), Handle(path) as handle:
+        handle.open(os.O_RDONLY | os.O_NONBLOCK | _NOFOLLOW)
+        try:
+            fcntl.flock(handle.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False
+    return None
+
+
 def open_regular(path: Path, flags: int) -> Handle:
     """Open a file of ours by its name, and refuse what another user may have put in its place.
 

@@ -154,6 +154,18 @@ class WriterLock:
             lost=True,
         )
 
+    def other_holder(self) -> holder.Holder:
+        """Return the record of another process that holds the directory now; empty when there is none.
+
+        The lock is not taken for it, and no file is made.
+        """
+        if self.held:
+            return {}
+        found = holder.read(self.directory / names.HOLDER)
+        if holder.is_own(found) or holder.is_gone(found) or disk.is_locked(self.directory / names.LOCK) is False:
+            return {}
+        return found
+
     def release(self) -> None:
         """Give the lock back; in a process that does not hold it, do nothing."""
         if not self.held:

@@ -44,6 +44,27 @@ def check_refused(error: Any, path: Path, pid: int) -> None:
     assert "reading needs no lock" in str(error).lower()
 
 
+def test_restore_beside_another_writer_is_told_at_once(tmp_path: Path) -> None:
+    """A manager that is going to save names pid, host and cure when it restores; one that only reads does not."""
+    with children.Child(writer, tmp_path, restore=True) as other:
+        assert other.ask(1) == 1
+        for only, options in ((None, {}), (("model",), {"save_every": 1})):
+            with manager_of(tmp_path, Marked(), **options) as manager:
+                manager.restore(only=only)
+        with manager_of(tmp_path, Marked(), save_every=1) as manager:
+            with pytest.warns(
+                safeckpt.SafeckptWarning, match=f"pid {other.pid} on {platform.node()}, since 20"
+            ) as told:
+                assert manager.restore() is not None
+            assert f"kill {other.pid} on" in str(told[0].message)
+            assert told[0].filename == __file__
+            manager.restore()
+        other.kill()
+        with manager_of(tmp_path, Marked(), save_every=1) as manager:
+            assert manager.restore() is not None
+            manager.save(2)
+
+
 def test_second_process_is_told_who_holds_the_directory(tmp_path: Path) -> None:
     """A second process is refused with pid and host of the first, may read, and takes over when the first is done."""
     save_steps(tmp_path, 1)
