@@ -100,18 +100,6 @@ def test_tensors_go_where_they_are_asked_to(tmp_path):
     assert_same(load(tmp_path / "step", map_location="cpu")["model"]["weight"], WEIGHT)
 
 
-def test_tensors_are_given_one_at_a_time(tmp_path):
-    """Names and whole tensors, in the order of their names."""
-    sharded(tmp_path / "step", LAYOUTS["in blocks"])
-    with open_checkpoint(tmp_path / "step") as opened:
-        tensors = opened.iter_tensors()
-        assert next(tensors)[0] == "bias"
-        name, weight = next(tensors)
-        assert name == "weight"
-        assert_same(weight, WEIGHT)
-        assert next(tensors, None) is None
-
-
 LIES = {
     "overlap": [((0, 0), WEIGHT[:2]), ((1, 0), WEIGHT[1:3])],
     "a gap": [((0, 0), WEIGHT[:2])],

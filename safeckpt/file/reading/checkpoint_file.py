@@ -89,21 +89,6 @@ class CheckpointFile(Opened):
         """
         self.archive()
 
-    def check_readable(self) -> None:
-        """Check all but the data: the table of contents, the header, and the pickle with what it says about records.
-
-        Raises:
-            DamagedCheckpointError: A load would fail.
-            UntrustedTypeError: It asks for a class or function that is not allowed.
-
-        Cost:
-            Reads the pickle; about 10 us for a tensor.
-        """
-        from safeckpt.file.reading.loading import read_pickle  # noqa: PLC0415 - as in _load
-
-        read_pickle(self.archive())
-        self.header()
-
     def archive(self) -> Archive:
         """Return its records, their places checked once."""
         if self._archive is None:

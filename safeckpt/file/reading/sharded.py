@@ -20,7 +20,7 @@ from safeckpt.file.reading.opened import Opened
 from safeckpt.file.reading.source import source_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     import torch
 
@@ -183,20 +183,6 @@ class CheckpointFolder(Opened):
         self.check_structure()  # which looks at the size of the files
         device = torch.device("cpu" if map_location is None else map_location)
         return with_whole_tensors(self.load(map_location), self.shard_tensors(), self.size_bytes, device)
-
-    def iter_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, tensor) of every tensor in the shards, whole and in host memory, one at a time.
-
-        Raises:
-            DamagedCheckpointError: One of them is not in it.
-
-        Cost:
-            Memory for one tensor; each byte of the shards is read once.
-        """
-        from safeckpt.file.reading.whole_tensors import iter_placeholders  # noqa: PLC0415 - torch
-
-        reader = self.shard_tensors()
-        return ((holder.key, reader.read(holder)) for holder in iter_placeholders(self.load("cpu"), self._place))
 
     def shard_tensors(self) -> ShardTensorReader:
         """Return what reads the tensors of the shards.
