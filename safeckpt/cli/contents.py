@@ -15,7 +15,7 @@ from safeckpt.proof.leaves import flatten
 from safeckpt.remote import RemotePath, is_url, local_copy
 from safeckpt.run.catalog import Checkpoint
 from safeckpt.state.component import Captured, Component
-from safeckpt.state.snapshot import RESERVED_KEY
+from safeckpt.state.run_state import RESERVED_KEY
 
 __all__ = ["Contents", "Entry", "read"]
 

@@ -9,7 +9,7 @@ import torch
 
 from safeckpt.proof.leaves import Leaf, flatten, leaf
 from safeckpt.state.component import Captured, Component
-from safeckpt.state.snapshot import RESERVED_KEY, capture
+from safeckpt.state.run_state import RESERVED_KEY, capture
 from safeckpt.state.tree import join
 
 __all__ = ["CAPTURED", "FIRST_TO_BLAME", "GRADIENT", "SOFT", "captured_leaves", "named_values", "stream_key"]
@@ -31,9 +31,9 @@ CAPTURED = frozenset(FIRST_TO_BLAME) | SOFT
 
 def captured_leaves(components: Mapping[str, Component]) -> dict[str, Leaf]:
     """Return everything that a checkpoint would hold now, and the gradients, by dotted name. Changes nothing."""
-    snapshot = capture(components)
-    reserved = snapshot.payload[RESERVED_KEY]
-    found = {name: leaf(kind, value) for name, kind, value in named_values(snapshot.parts)}
+    state = capture(components)
+    reserved = state.payload[RESERVED_KEY]
+    found = {name: leaf(kind, value) for name, kind, value in named_values(state.pairs)}
     found |= {name: one._replace(shown=_POSITION) for name, one in found.items() if one.kind == STREAM}
     for stream, state in reserved["rng"].items():
         if stream == "devices":
@@ -58,9 +58,9 @@ def _stream(state: Any) -> Leaf:
     return Leaf(STREAM, stream_key(state), _POSITION)
 
 
-def named_values(parts: list[tuple[Component, Captured]]) -> Iterator[tuple[str, str, Any]]:
+def named_values(pairs: list[tuple[Component, Captured]]) -> Iterator[tuple[str, str, Any]]:
     """Yield (dotted name, kind, value) of captured components, from the live objects or from a file."""
-    for component, one in parts:
+    for component, one in pairs:
         yield from _KINDS.get(component.kind, _stateful)(component, one)
 
 

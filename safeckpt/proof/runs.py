@@ -20,7 +20,7 @@ from safeckpt.state import register
 from safeckpt.state.component import Captured, has_attribute
 from safeckpt.state.environment import environment
 from safeckpt.state.loss import Loss
-from safeckpt.state.snapshot import RESERVED_KEY
+from safeckpt.state.run_state import RESERVED_KEY
 
 __all__ = ["KILLED", "RESUMED", "STRAIGHT", "Job", "Moment", "Record", "Restore", "run"]
 

@@ -129,18 +129,18 @@ class Capturer:
             self._refuse_spike(step, loss)
             run.loss_limit.add(step, loss)
         recent = run.loss_limit.capture()
-        snapshot = capture(run.components, gradients=gradients, recent_losses=recent)
-        verdict = self._baseline.check(snapshot.parts, self._guard)
+        whole = capture(run.components, gradients=gradients, recent_losses=recent)
+        verdict = self._baseline.check(whole.pairs, self._guard)
         verdict.bad.extend(self._gradients.check(gradients, self._guard))
         if loss.nonfinite is not None or verdict.bad:
             raise self._refusal(step, loss, verdict)
-        for line in (*self._stray.found(), *self._hidden.changed(snapshot.parts)):
+        for line in (*self._stray.found(), *self._hidden.changed(whole.pairs)):
             warn_caller(f"Not captured: {line}.", UncapturedStateWarning)
-        sharded = is_sharded(snapshot.payload)
-        payload, shards = _as_written(snapshot.payload, is_sharded=sharded, is_rank_zero=run.is_rank_zero)
+        sharded = is_sharded(whole.payload)
+        payload, shards = _as_written(whole.payload, is_sharded=sharded, is_rank_zero=run.is_rank_zero)
         digests: dict[str, str] = {}
         if run.group.size > 1:
-            digests = (layout_digests_of if self._is_staged else digests_of)(snapshot.payload)
+            digests = (layout_digests_of if self._is_staged else digests_of)(whole.payload)
         checkpoint = Checkpoint(
             step=step,
             path=files.folder_of(step) if sharded else files.path_of(step),
@@ -153,7 +153,7 @@ class Capturer:
         )
         return Draft(
             checkpoint,
-            captured=snapshot.payload,
+            captured=whole.payload,
             payload=payload,
             shards=shards,
             is_sharded=sharded,

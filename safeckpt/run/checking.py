@@ -178,7 +178,7 @@ def _check_finite(good: Good) -> None:
     Raises:
         LoadError: It is not finite, or somebody has written into a file.
     """
-    bad = Baseline({}).check(good.plan.parts, good.guard, good.mapped.forget).bad
+    bad = Baseline({}).check(good.plan.pairs, good.guard, good.mapped.forget).bad
     if bad:
         raise DamagedCheckpointError(path=good.checkpoint.path, reason=f"it is not finite ({bad[0]})")
     good.mapped.check_unchanged()

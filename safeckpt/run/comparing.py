@@ -36,8 +36,8 @@ def holds(run: Run, step: int, captured: Mapping[str, Any]) -> bool:
 def _is_equal(saved: Plan, captured: Mapping[str, Any]) -> bool:
     """Return whether a state that was read is the captured one, bit for bit."""
     reserved = captured[RESERVED_KEY]
-    before = {component.name: (part.state, part.record) for component, part in saved.parts}
-    ended = {component.name for component, part in saved.parts if _has_ended_epoch(component.obj, part.state)}
+    before = {component.name: (one.state, one.record) for component, one in saved.pairs}
+    ended = {component.name for component, one in saved.pairs if _has_ended_epoch(component.obj, one.state)}
     records = {
         name: {key: value for key, value in record.items() if key != "kind"}
         for name, record in reserved["components"].items()

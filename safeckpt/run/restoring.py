@@ -205,7 +205,7 @@ class Restorer:
             streams: Whether the random streams are set as well.
         """
         timeline, group, planned = self._run.timeline, self._run.group, restored.plan
-        names = [component.name for component, _ in planned.parts]
+        names = [component.name for component, _ in planned.pairs]
         try:
             with group.section(f"restoring step {restored.checkpoint.step}"):
                 if group.size > 1:  # whatever this rank can put back, another one may have the new state

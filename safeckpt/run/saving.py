@@ -56,7 +56,7 @@ from safeckpt.run.comparing import holds
 from safeckpt.run.pruning import Pruning
 from safeckpt.run.run import Run
 from safeckpt.run.run_directory import Place
-from safeckpt.run.writers import MemoryCopy, Parts, World, Writer, both_parts, rewrite_header, writer_of
+from safeckpt.run.writers import Contributions, MemoryCopy, World, Writer, both_contributions, rewrite_header, writer_of
 from safeckpt.run.writing_process import WritingProcess
 from safeckpt.state import Staging, capture
 from safeckpt.state.loss import Loss
@@ -503,10 +503,10 @@ class Saver:
         """
         late: list[BaseException] = []
 
-        def commit(parts: Parts) -> _Written:
+        def commit(contributions: Contributions) -> _Written:
             writer.note_seen()
             try:
-                return _Written(self._commit(writer, parts), failed_late=False)
+                return _Written(self._commit(writer, contributions), failed_late=False)
             except BaseException as error:
                 if self._run.timeline.saved_step != writer.checkpoint.step:
                     raise
@@ -514,7 +514,7 @@ class Saver:
                 return _Written(writer.checkpoint, failed_late=True)
 
         try:
-            with group.section(f"{what}: writing", both_parts, commit) as section:
+            with group.section(f"{what}: writing", both_contributions, commit) as section:
                 make_ready()
                 section.answer = writer.write(group)
         except BaseException:
@@ -530,10 +530,10 @@ class Saver:
         self._mirror(group, what, written.step)
         return written
 
-    def _commit(self, writer: Writer, parts: Parts) -> Checkpoint:
+    def _commit(self, writer: Writer, contributions: Contributions) -> Checkpoint:
         """Commit a checkpoint, and only then forget what is no longer needed. On rank 0."""
         run = self._run
-        checkpoint = writer.prepare(parts)
+        checkpoint = writer.prepare(contributions)
         try:
             with run.replay.committing(checkpoint.step):
                 writer.commit()

@@ -31,13 +31,13 @@ from safeckpt.state import RESERVED_KEY, Component, copy_tree, guard_from_record
 from safeckpt.system.threads import Progress
 
 __all__ = [
+    "Contributions",
     "FileWriter",
     "MemoryCopy",
-    "Parts",
     "ShardedWriter",
     "World",
     "Writer",
-    "both_parts",
+    "both_contributions",
     "rewrite_header",
     "writer_of",
 ]
@@ -81,7 +81,7 @@ class World(NamedTuple):
         )
 
 
-class Parts(NamedTuple):
+class Contributions(NamedTuple):
     """What rank 0 needs of all ranks to commit a checkpoint, in the order of the ranks.
 
     Attributes:
@@ -95,9 +95,9 @@ class Parts(NamedTuple):
     stages: list[Any] = []  # noqa: RUF012
 
 
-def both_parts(one: Parts, other: Parts) -> Parts:
-    """Return the parts of both."""
-    return Parts(one.files + other.files, one.rank_states + other.rank_states, one.stages + other.stages)
+def both_contributions(one: Contributions, other: Contributions) -> Contributions:
+    """Return the contributions of both, in the order of their ranks."""
+    return Contributions(one.files + other.files, one.rank_states + other.rank_states, one.stages + other.stages)
 
 
 class Writer(Protocol):
@@ -115,14 +115,14 @@ class Writer(Protocol):
     def note_seen(self) -> None:
         """Note that every rank has seen the directory. On rank 0."""
 
-    def write(self, group: Group) -> Parts:
+    def write(self, group: Group) -> Contributions:
         """Write what every rank writes by itself, and return what rank 0 needs of it. Called by all ranks at once."""
 
-    def prepare(self, parts: Parts) -> Checkpoint:
+    def prepare(self, contributions: Contributions) -> Checkpoint:
         """Lay out what rank 0 writes, write nothing, and return the checkpoint with its size. On rank 0.
 
         Args:
-            parts: What `write` has returned, of all ranks.
+            contributions: What `write` has returned, of all ranks.
         """
 
     def commit(self) -> None:
@@ -217,13 +217,13 @@ class FileWriter:
         """See `Writer`."""
         self._directory.note_shared(self._place)
 
-    def write(self, group: Group) -> Parts:
+    def write(self, group: Group) -> Contributions:
         """See `Writer`: only rank 0 writes, and what the others have of their own as well."""
-        return Parts(rank_states=self._rank_states)
+        return Contributions(rank_states=self._rank_states)
 
-    def prepare(self, parts: Parts) -> Checkpoint:
+    def prepare(self, contributions: Contributions) -> Checkpoint:
         """See `Writer`."""
-        payload = to_cpu(self._world.added_to(self._payload, parts.rank_states))
+        payload = to_cpu(self._world.added_to(self._payload, contributions.rank_states))
         self._prepared = prepare(
             payload,
             header=self.checkpoint.header(guard=self._guard, **self._rules),
@@ -295,7 +295,7 @@ class ShardedWriter:
     def note_seen(self) -> None:
         """See `Writer`: each save has a directory of its own."""
 
-    def write(self, group: Group) -> Parts:
+    def write(self, group: Group) -> Contributions:
         """See `Writer`."""
         with _refusing(self._refuse, self.checkpoint.step):
             files = write_shards(
@@ -308,11 +308,11 @@ class ShardedWriter:
                 finite=self._finite,
                 drifted=self._world.copies_differ,
             )
-        return Parts(files, stages=self._stages)
+        return Contributions(files, stages=self._stages)
 
-    def prepare(self, parts: Parts) -> Checkpoint:
+    def prepare(self, contributions: Contributions) -> Checkpoint:
         """See `Writer`: the index, which says what belongs to the checkpoint."""
-        written = parts.files
+        written = contributions.files
         size = sum(length for _, length, _ in written)
         for name, length, _ in written:  # as this node sees them, before they are promised
             self._directory.wait_for(self._temp / name)
@@ -321,7 +321,7 @@ class ShardedWriter:
                 raise OSError(
                     errno.EIO, f"{name} has {found} bytes here, {length} were written", str(self._temp / name)
                 )
-        payload = {**to_cpu(self._world.added_to(united([self._payload, *parts.stages]), None))}
+        payload = {**to_cpu(self._world.added_to(united([self._payload, *contributions.stages]), None))}
         own = payload[RESERVED_KEY] = {**payload[RESERVED_KEY], "files": [list(shard) for shard in written]}
         header = self.checkpoint.header(guard=self._guard, **self._rules, shards=len(written), shards_bytes=size)
         finite = guarded_in(payload, own, self._components, guard_from_record(self._guard))

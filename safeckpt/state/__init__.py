@@ -11,7 +11,7 @@ from safeckpt.state.loss_limit import LossLimit, Spike, TimesMedian
 from safeckpt.state.mixture import Mixture
 from safeckpt.state.module import persistent_tensors
 from safeckpt.state.registry import register, uncaptured
-from safeckpt.state.snapshot import RESERVED_KEY, Plan, Snapshot, capture, plan
+from safeckpt.state.run_state import RESERVED_KEY, Plan, RunState, capture, plan
 from safeckpt.state.staging import Staging
 from safeckpt.state.stray import StrayOptimizers
 from safeckpt.state.tree import copy_tree, to_cpu
@@ -28,7 +28,7 @@ __all__ = [
     "LossLimit",
     "Mixture",
     "Plan",
-    "Snapshot",
+    "RunState",
     "Spike",
     "Staging",
     "StrayOptimizers",

@@ -174,15 +174,15 @@ class Aliases:
     that of the other place. Afterwards `unite` makes one what was one.
 
     Args:
-        parts: What will be applied, by component.
+        pairs: What will be applied, by component.
         fresh: Entries that keep their live state, by component.
     """
 
-    def __init__(self, parts: Iterable[tuple[Component, Captured]], fresh: Mapping[str, Collection[str]]) -> None:
-        self._components = {component.name: component for component, _ in parts}
-        self._states = {component.name: captured.state for component, captured in parts}
-        self._trained = {name for _, captured in parts for name in captured.record.get("trained", ())}
-        records = [record for _, captured in parts for record in captured.record.get(ALIASES, ())]
+    def __init__(self, pairs: Iterable[tuple[Component, Captured]], fresh: Mapping[str, Collection[str]]) -> None:
+        self._components = {component.name: component for component, _ in pairs}
+        self._states = {component.name: captured.state for component, captured in pairs}
+        self._trained = {name for _, captured in pairs for name in captured.record.get("trained", ())}
+        records = [record for _, captured in pairs for record in captured.record.get(ALIASES, ())]
         saved = [one for one in map(_alias_of_record, records) if not any(_is_fresh(end, fresh) for end in one[:2])]
         self._saved = [alias for alias in saved if alias.origin[0] in self._components]
         self._parted = [alias for alias in saved if alias.origin[0] not in self._components]

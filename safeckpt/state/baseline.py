@@ -54,9 +54,9 @@ def guard_from_record(record: Mapping[str, Any]) -> Guard:
     )
 
 
-def _guarded(parts: Iterable[tuple[Component, Captured]], guard: Guard) -> Iterator[tuple[str, torch.Tensor]]:
+def _guarded(pairs: Iterable[tuple[Component, Captured]], guard: Guard) -> Iterator[tuple[str, torch.Tensor]]:
     allowed = matcher(tuple(guard.allow_nonfinite))
-    for component, captured in parts:
+    for component, captured in pairs:
         for name, tensor in component.guarded(captured, guard):
             if allowed is None or not allowed(name):
                 yield name, tensor
@@ -73,8 +73,8 @@ def guarded_in(
         components: The live objects.
         guard: What has to be finite.
     """
-    parts = [(components[name], Captured(payload[name], dict(record))) for name, record in own["components"].items()]
-    found = list(_guarded(parts, guard))
+    pairs = [(components[name], Captured(payload[name], dict(record))) for name, record in own["components"].items()]
+    found = list(_guarded(pairs, guard))
     # Under a gradient scaler gradients may overflow, see `Gradients.check`.
     if not any(component.kind == "scaler" and component.obj.is_enabled() for component in components.values()):
         allowed = matcher(tuple(guard.allow_nonfinite))
@@ -105,22 +105,22 @@ class Baseline:
 
     def check(
         self,
-        parts: Iterable[tuple[Component, Captured]],
+        pairs: Iterable[tuple[Component, Captured]],
         guard: Guard,
         release: Callable[[torch.Tensor], None] | None = None,
     ) -> GuardResult:
         """Return what is not finite: one pass over everything guarded, one synchronisation per device and dtype.
 
         Args:
-            parts: The captured state.
+            pairs: The captured state.
             guard: What has to be finite.
             release: See `nonfinite`.
         """
-        parts = list(parts)
+        pairs = list(pairs)
         result = GuardResult([], [])
-        for report, tensor in nonfinite(_guarded(parts, guard), release):
+        for report, tensor in nonfinite(_guarded(pairs, guard), release):
             if self._is_old(report, tensor) or (
-                not report.nan_count and _is_buffer(report.name, parts) and _is_mask(tensor)
+                not report.nan_count and _is_buffer(report.name, pairs) and _is_mask(tensor)
             ):
                 result.excused.append(report.name)
             else:
@@ -134,9 +134,9 @@ class Baseline:
         return not bool((masks(tensor)[1].cpu() & ~before).any())
 
 
-def _is_buffer(name: str, parts: Iterable[tuple[Component, Captured]]) -> bool:
+def _is_buffer(name: str, pairs: Iterable[tuple[Component, Captured]]) -> bool:
     owner, _, key = name.partition(".")
-    for component, captured in parts:
+    for component, captured in pairs:
         if component.name == owner and component.kind == ModuleComponent.kind:
             return key in captured.state and key not in captured.record["requires_grad"]
     return False

@@ -55,11 +55,11 @@ class HiddenState:
                 for name, tensor in _hidden_buffers(component.name, layers):
                     self._buffers[name] = _mark_of(tensor), _digest_of(tensor)
 
-    def changed(self, parts: Iterable[tuple[Component, Captured]]) -> list[str]:
+    def changed(self, pairs: Iterable[tuple[Component, Captured]]) -> list[str]:
         """Return what has changed in components that were just captured, one sentence each; nothing twice."""
         found: list[tuple[str, str]] = []
         before, self._attributes = self._attributes, {}
-        for component, captured in parts:
+        for component, captured in pairs:
             if isinstance(component, ModuleComponent):
                 layers = _layers_of(component)
                 found += self._changed_buffers(component.name, layers)

@@ -254,8 +254,8 @@ def _write_live_memory() -> None:
 
 def _put_nothing_back() -> None:
     """Leave the objects as a failed restore left them, and say that they are as before."""
-    state_snapshot: Any = importlib.import_module("safeckpt.state.snapshot")
-    state_snapshot._put_back = lambda before, begun: []
+    run_state: Any = importlib.import_module("safeckpt.state.run_state")
+    run_state._put_back = lambda before, begun: []
 
 
 def _locked() -> Outcome:

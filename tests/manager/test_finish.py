@@ -500,7 +500,7 @@ def test_restore_interrupted_behind_the_components_is_no_state_to_save(tmp_path:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr("safeckpt.state.snapshot.Plan._set_gradients", interrupt)
+            patch.setattr("safeckpt.state.run_state.Plan._set_gradients", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 manager.restore(1)
         with pytest.raises(ValueError, match="stopped half-way"):

@@ -11,7 +11,7 @@ from torch import nn
 
 from safeckpt import CheckpointManager, StateMismatchError, load
 from safeckpt.state import Mixture, capture, copy_tree, plan, register
-from safeckpt.state.snapshot import RESERVED_KEY
+from safeckpt.state.run_state import RESERVED_KEY
 from tests.comparing import bits, changes, photograph, streams
 
 

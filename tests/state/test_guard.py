@@ -203,7 +203,7 @@ def test_gradients_are_checked_whatever_their_form():
 
 def judge(components, guard=Guard(), *, baseline=None):  # noqa: B008 - frozen
     registered = register(components)
-    return (baseline or Baseline(registered)).check(capture(registered).parts, guard)
+    return (baseline or Baseline(registered)).check(capture(registered).pairs, guard)
 
 
 def trained():
@@ -251,10 +251,10 @@ def test_infinities_that_a_parameter_always_had_are_excused():
     model.transitions = nn.Parameter(torch.tensor([[0.0, -INF], [1.0, 2.0]]))
     registered = register({"model": model})
     baseline = Baseline(registered)
-    assert baseline.check(capture(registered).parts, Guard()).excused == ["model.transitions"]
+    assert baseline.check(capture(registered).pairs, Guard()).excused == ["model.transitions"]
     with torch.no_grad():
         model.transitions[1, 1] = INF
-    assert names(baseline.check(capture(registered).parts, Guard()).bad) == ["model.transitions"]
+    assert names(baseline.check(capture(registered).pairs, Guard()).bad) == ["model.transitions"]
 
 
 def test_statistics_that_were_infinite_from_the_start_are_refused():
@@ -275,16 +275,16 @@ def test_mask_that_is_made_or_grows_while_training_passes(first):
     registered = register({"model": model})
     baseline = Baseline(registered)
     model.mask = torch.full((3, 3), -INF).triu(1)
-    result = baseline.check(capture(registered).parts, Guard())
+    result = baseline.check(capture(registered).pairs, Guard())
     assert (names(result.bad), result.excused) == ([], ["model.mask"])
     model.mask[0, 0] = 0.5
-    assert names(baseline.check(capture(registered).parts, Guard()).bad) == ["model.mask"]
+    assert names(baseline.check(capture(registered).pairs, Guard()).bad) == ["model.mask"]
     model.mask = torch.full((3, 3), -INF)
-    assert names(baseline.check(capture(registered).parts, Guard()).bad) == ["model.mask"]
+    assert names(baseline.check(capture(registered).pairs, Guard()).bad) == ["model.mask"]
     model.mask = torch.zeros(3, 3)
     with torch.no_grad():
         model.weight.copy_(torch.full((3, 3), -INF).triu(1))
-    assert names(baseline.check(capture(registered).parts, Guard()).bad) == ["model.weight"]
+    assert names(baseline.check(capture(registered).pairs, Guard()).bad) == ["model.weight"]
 
 
 def test_batch_norm_statistics_alone_are_refused():
@@ -305,9 +305,9 @@ def test_infinities_that_a_buffer_always_had_are_excused(dtype):
     baseline = Baseline(registered)
 
     def bad():
-        return names(baseline.check(capture(registered).parts, Guard()).bad)
+        return names(baseline.check(capture(registered).pairs, Guard()).bad)
 
-    assert baseline.check(capture(registered).parts, Guard()).excused == ["model.mask"]
+    assert baseline.check(capture(registered).pairs, Guard()).excused == ["model.mask"]
     model.mask[1] = 0.0
     assert bad() == []
     model.mask[1] = INF
@@ -345,15 +345,15 @@ def test_what_passed_on_purpose_is_recorded_and_judged_alike_later():
     model.register_buffer("mask0", torch.tensor([0.0]))
     registered = register({"model": model})
     guard = Guard(optimizer=False, allow_nonfinite=["model.x*"])
-    verdict = Baseline(registered).check(capture(registered).parts, guard)
+    verdict = Baseline(registered).check(capture(registered).pairs, guard)
     record = verdict.record(guard)
     assert record == {
         "optimizer": False, "buffers": True, "allow_nonfinite": ["model.x*"], "infinite": ["model.mask[0]"],
     }  # fmt: skip
     later = guard_from_record(record)
-    assert Baseline({}).check(capture(registered).parts, later).bad == []
+    assert Baseline({}).check(capture(registered).pairs, later).bad == []
     model.mask0[0] = INF  # which the name of the excused one would match as a pattern
-    assert names(Baseline({}).check(capture(registered).parts, later).bad) == ["model.mask0"]
+    assert names(Baseline({}).check(capture(registered).pairs, later).bad) == ["model.mask0"]
 
 
 def test_two_entries_of_one_name_are_both_judged():

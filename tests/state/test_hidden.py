@@ -117,9 +117,9 @@ def test_layer_that_nothing_changes_is_not_named():
     hidden = HiddenState(registered)
     model[:2](torch.ones(3, 2)).sum().backward()
     model.eval()
-    assert hidden.changed(capture(registered).parts) == []
+    assert hidden.changed(capture(registered).pairs) == []
     model.train()
-    assert hidden.changed(capture(registered).parts) == []
+    assert hidden.changed(capture(registered).pairs) == []
 
 
 class Kept(nn.Linear):

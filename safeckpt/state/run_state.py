@@ -29,23 +29,23 @@ from safeckpt.state.staging import Staging
 from safeckpt.state.transfer import Reader, Transfer
 from safeckpt.state.tree import join
 
-__all__ = ["RESERVED_KEY", "Plan", "Snapshot", "capture", "plan"]
+__all__ = ["RESERVED_KEY", "Plan", "RunState", "capture", "plan"]
 
 RESERVED_KEY = "safeckpt"
 _RNG = "rng"
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class RunState:
     """State of all components at one moment. Tensors alias the live ones until the payload is written or copied.
 
     Attributes:
         payload: What goes into the file.
-        parts: The same, by component.
+        pairs: The same, by component.
     """
 
     payload: dict[str, Any]
-    parts: list[tuple[Component, Captured]]
+    pairs: list[tuple[Component, Captured]]
 
 
 def capture(
@@ -53,7 +53,7 @@ def capture(
     *,
     gradients: Mapping[str, torch.Tensor] | None = None,
     recent_losses: Mapping[str, torch.Tensor] | None = None,
-) -> Snapshot:
+) -> RunState:
     """Capture every component and the process's random streams. Changes nothing, draws nothing.
 
     Args:
@@ -76,7 +76,7 @@ def capture(
         reserved["recent_losses"] = dict(recent_losses)
     payload = {name: one.state for name, one in captured.items()}
     payload[RESERVED_KEY] = reserved
-    return Snapshot(payload, [(components[name], one) for name, one in captured.items()])
+    return RunState(payload, [(components[name], one) for name, one in captured.items()])
 
 
 def _note_aliases(components: Mapping[str, Component], captured: dict[str, Captured]) -> None:
@@ -125,7 +125,7 @@ class Plan:
     """A restore that has passed every check and changed nothing yet.
 
     Attributes:
-        parts: What will be applied, by component.
+        pairs: What will be applied, by component.
         aliases: What is one object in several places of plain dicts.
         replaced: Hyper-parameters in which the file overrules the script, `name: live -> saved`.
         environment: Fields of the environment that differ, `field: saved -> now`.
@@ -133,7 +133,7 @@ class Plan:
         recent_losses: The losses by which the next one is judged, as `LossLimit.capture` has them; None where none are.
     """
 
-    parts: list[tuple[Component, Captured]]
+    pairs: list[tuple[Component, Captured]]
     rng: dict[str, Any] | None
     gradients: dict[str, torch.Tensor]
     aliases: Aliases
@@ -155,13 +155,13 @@ class Plan:
         Cost:
             With such code among the components, a copy of the whole live state in host memory beforehand.
         """
-        parts = sorted(self.parts, key=lambda part: part[0].order)
+        pairs = sorted(self.pairs, key=lambda pair: pair[0].order)
         with RngStreams.untouched():  # a user's load_state_dict may draw, and the streams may not be restored
-            before = _copy_of(parts) if any(component.loads_by_own_code for component, _ in parts) else None
+            before = _copy_of(pairs) if any(component.loads_by_own_code for component, _ in pairs) else None
             mixed_before, begun = mixture.names, []
             try:
                 self.aliases.let_go()
-                for component, captured in parts:
+                for component, captured in pairs:
                     begun.append(component.name)
                     mixture.add([component.name])
                     component.apply(captured)
@@ -178,20 +178,20 @@ class Plan:
 
     def _set_gradients(self) -> None:
         """Clear every gradient, as at process start, and put back those that were part of the state."""
-        parameters = _parameters({component.name: component for component, _ in self.parts})
-        objects = [component.obj for component, _ in self.parts if has_attribute(component.obj, "param_groups")]
+        parameters = _parameters({component.name: component for component, _ in self.pairs})
+        objects = [component.obj for component, _ in self.pairs if has_attribute(component.obj, "param_groups")]
         optimized = [group["params"] for obj in objects for group in obj.param_groups]
         for parameter in (*parameters.values(), *chain.from_iterable(optimized)):
             parameter.grad = None
-        drop_unreduced({component.name: component for component, _ in self.parts})
+        drop_unreduced({component.name: component for component, _ in self.pairs})
         for name, saved in self.gradients.items():
             if name in parameters:
                 parameters[name].grad = saved.to(parameters[name].device, copy=True)
 
 
-def _copy_of(parts: Iterable[tuple[Component, Captured]]) -> list[tuple[Component, Captured]]:
+def _copy_of(pairs: Iterable[tuple[Component, Captured]]) -> list[tuple[Component, Captured]]:
     """Return the live state of components, in host memory that nothing else uses."""
-    live = [(component, component.capture()) for component, _ in parts]
+    live = [(component, component.capture()) for component, _ in pairs]
     copies = Staging().copy([captured.state for _, captured in live])
     return [
         (component, replace(captured, state=state)) for (component, captured), state in zip(live, copies, strict=True)
@@ -255,7 +255,7 @@ def plan(
     is_partial = only is not None and not set(reserved["components"]) <= set(only)
     rng = reserved[_RNG] if only is None or _RNG in only else None
     found: list[str] = []
-    parts: list[tuple[Component, Captured]] = []
+    pairs: list[tuple[Component, Captured]] = []
     transfer = Transfer(read)
     with RngStreams.untouched():
         for name in wanted:
@@ -271,23 +271,23 @@ def plan(
             if is_partial and isinstance(component, ModuleComponent):
                 captured = component.keep_modes(captured)  # to evaluate in eval mode, for one
             found += component.check(captured)
-            parts.append((component, captured))
+            pairs.append((component, captured))
         if rng is not None:
             found += RngStreams.check(rng)
-        found += _check_ties(reserved["ties"], parts)
-        found += _check_gradients(reserved["gradients"], parts)
+        found += _check_ties(reserved["ties"], pairs)
+        found += _check_gradients(reserved["gradients"], pairs)
         if is_partial:
-            found += _check_drivers([component for component, _ in parts], components)
-        aliases = Aliases(parts, fresh_entries)
+            found += _check_drivers([component for component, _ in pairs], components)
+        aliases = Aliases(pairs, fresh_entries)
         found += aliases.check()
         if found:
             raise StateMismatchError(mismatches=found, path=path)
-        parts = _keep_live(parts, keep_live)
-        replaced = [line for component, captured in parts for line in component.replaced(captured)]
-        notices = [line for component, captured in parts for line in component.notices(captured)] + aliases.notices()
+        pairs = _keep_live(pairs, keep_live)
+        replaced = [line for component, captured in pairs for line in component.replaced(captured)]
+        notices = [line for component, captured in pairs for line in component.notices(captured)] + aliases.notices()
     changed = differences(reserved["environment"]) if rng is not None else []
     return Plan(
-        parts,
+        pairs,
         rng,
         reserved["gradients"],
         aliases,
@@ -348,12 +348,12 @@ def _keep_entries(component: Component, captured: Captured, entries: Collection[
         ) from None
 
 
-def _check_drivers(parts: list[Component], components: Mapping[str, Component]) -> list[str]:
+def _check_drivers(driving: list[Component], components: Mapping[str, Component]) -> list[str]:
     """Refuse a scheduler without its optimizer: it would go on from a rate that the optimizer does not have."""
-    restored = {id(component.obj) for component in parts}
+    restored = {id(component.obj) for component in driving}
     owners = {id(component.obj): name for name, component in components.items()}
     found = []
-    for component in parts:
+    for component in driving:
         driven = getattr(component.obj, "optimizer", None)
         if component.kind == "scheduler" and id(driven) in owners and id(driven) not in restored:
             name = owners[id(driven)]
@@ -361,10 +361,10 @@ def _check_drivers(parts: list[Component], components: Mapping[str, Component]) 
     return found
 
 
-def _check_ties(saved: list[list[str]], parts: list[tuple[Component, Captured]]) -> list[str]:
+def _check_ties(saved: list[list[str]], pairs: list[tuple[Component, Captured]]) -> list[str]:
     """Compare which tensors are one, among those that are on both sides."""
-    modules = {component.name: captured for component, captured in parts if isinstance(component, ModuleComponent)}
-    now = {component.name: component.capture() for component, _ in parts if component.name in modules}
+    modules = {component.name: captured for component, captured in pairs if isinstance(component, ModuleComponent)}
+    now = {component.name: component.capture() for component, _ in pairs if component.name in modules}
     both = {
         join(name, key)
         for name, one in now.items()
@@ -383,10 +383,10 @@ def _check_ties(saved: list[list[str]], parts: list[tuple[Component, Captured]])
     return sorted(untied) + sorted(tied)
 
 
-def _check_gradients(saved: Mapping[str, torch.Tensor], parts: list[tuple[Component, Captured]]) -> list[str]:
+def _check_gradients(saved: Mapping[str, torch.Tensor], pairs: list[tuple[Component, Captured]]) -> list[str]:
     """Compare saved gradients with the parameters that they will be given to."""
-    live = _parameters({component.name: component for component, _ in parts})
-    owners = {component.name for component, _ in parts}
+    live = _parameters({component.name: component for component, _ in pairs})
+    owners = {component.name for component, _ in pairs}
     found = []
     for name, gradient in saved.items():
         if name.partition(".")[0] not in owners:
@@ -404,21 +404,21 @@ def _and(names: Iterable[str]) -> str:
     return " and ".join(sorted(names))
 
 
-def _keep_live(parts: list[tuple[Component, Captured]], keep_live: Collection[str]) -> list[tuple[Component, Captured]]:
+def _keep_live(pairs: list[tuple[Component, Captured]], keep_live: Collection[str]) -> list[tuple[Component, Captured]]:
     if isinstance(keep_live, str):
         raise TypeError(f"keep_live takes a sequence of names, for example ({keep_live!r},)")
     for name in keep_live:
         if "." not in name:
             raise ValueError(f"keep_live takes hyper-parameters, such as 'optimizer.weight_decay'; got {name!r}")
     by_component = _entries_by_component(keep_live)
-    names = [component.name for component, _ in parts]
+    names = [component.name for component, _ in pairs]
     unknown = by_component.keys() - set(names)
     if unknown:
         raise ValueError(
             f"keep_live names no restored component: {', '.join(sorted(unknown))}; there are {', '.join(names)}"
         )
     kept = []
-    for component, captured in parts:
+    for component, captured in pairs:
         try:
             kept.append((component, component.keep(captured, by_component.get(component.name, ()))))
         except KeyError as error:
@@ -429,16 +429,16 @@ def _keep_live(parts: list[tuple[Component, Captured]], keep_live: Collection[st
     return _follow_schedules(kept)
 
 
-def _follow_schedules(parts: list[tuple[Component, Captured]]) -> list[tuple[Component, Captured]]:
+def _follow_schedules(pairs: list[tuple[Component, Captured]]) -> list[tuple[Component, Captured]]:
     """Give the optimizers the rates that schedules with kept arguments have at this step."""
     rates = {
         id(component.obj.optimizer): captured.record["rates"]
-        for component, captured in parts
+        for component, captured in pairs
         if captured.record.get("rates") is not None
     }
     return [
         (component, component.with_rates(captured, rates[id(component.obj)]))
         if isinstance(component, OptimizerComponent) and id(component.obj) in rates
         else (component, captured)
-        for component, captured in parts
+        for component, captured in pairs
     ]
