@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from torch.utils.data import _utils as torch_data
 
 import safeckpt  # noqa: F401  the server imports this module so that its children need not
 from tests.faults import Ended
@@ -56,9 +57,21 @@ def _importable() -> Iterator[None]:
             os.environ["PYTHONPATH"] = before
 
 
+def look_often_for_workers() -> None:
+    """Have DataLoaders look often whether a worker or its parent is there, and wait as long for one that has to end.
+
+    By torch's own interval of five seconds the workers of a killed child hold its connection; two that hang take 20.
+    """
+    torch_data.MP_STATUS_CHECK_INTERVAL = 0.5
+
+
 def _main(connection: Connection, function: Callable[..., Any], arguments: Any, options: Any, *, talks: bool) -> None:
     torch.set_num_threads(1)
+    look_often_for_workers()
+    # As in a script on Linux. By the way in which this child was started each worker would import torch again.
+    multiprocessing.set_start_method("fork", force=True)
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", message="This process .* is multi-threaded, use of fork")
     faulthandler.dump_traceback_later(_MOST_SECONDS, exit=True)  # one that hangs says where
     outcome: tuple[Any, BaseException | None]
     try:

@@ -75,11 +75,7 @@ class Digits:
         self.scheduler = OneCycleLR(self.optimizer, max_lr=5e-3, total_steps=total_steps)
         self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
         self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=7)
-        # Under forkserver, the way children are started, each would import torch for its workers again.
-        context = "fork" if workers else None
-        dataloader = DataLoader(
-            ShiftedDigits(path), batch_size=64, shuffle=True, num_workers=workers, multiprocessing_context=context
-        )
+        dataloader = DataLoader(ShiftedDigits(path), batch_size=64, shuffle=True, num_workers=workers)
         self.loader = safeckpt.ResumableLoader(dataloader)
         self._batches = endless(self.loader)
         self.components: dict[str, Any] = {

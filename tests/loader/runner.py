@@ -62,7 +62,6 @@ def at(position: str, lengths: list[int]) -> tuple[int, int]:
 
 def main(mode: str, folder: Path, workers: int, cases: list[tuple[str, str]], persistent: bool) -> None:
     warnings.filterwarnings("ignore", message="This DataLoader will create")
-    warnings.filterwarnings("ignore", message="This process .* is multi-threaded, use of fork")
     if mode == "straight":
         result: dict[str, Any] = {}
         for order, _ in cases:

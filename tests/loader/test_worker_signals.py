@@ -97,9 +97,11 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from tests.children import look_often_for_workers
 from tests.loader.test_worker_signals import train_until_told
 
 if __name__ == "__main__":
+    look_often_for_workers()
     connection = SimpleNamespace(send=lambda word: print(word, flush=True))
     train_until_told(connection, Path(sys.argv[1]), "fork", end=59, hangs_at=60)
 """
