@@ -620,17 +620,17 @@ def test_write_that_raises_surfaces_as_it_is() -> None:
 # -- Ctrl-C ----------------------------------------------------------------------------------------------------------
 
 
-def _interrupt_everywhere(folder: str, *, to_path: bool) -> tuple[int, list[str]]:
-    """Interrupt a save at every line event; return how many there were and what went wrong."""
+def _interrupt_everywhere(folder: str, *, to_path: bool, every: int) -> tuple[int, list[str]]:
+    """Interrupt a save at one line event in `every`; return how many there were and what went wrong."""
     path = Path(folder) / "model.pt"
     allowed = {}
     for name, value in (("new", large(2.0)), ("old", large(1.0))):
         safeckpt.save(value, path)
         allowed[name] = path.read_bytes()
-    number, wrong, fired = 0, [], True
+    number, wrong, fired = 1 - every, [], True
     descriptors = descriptor_count()
     while fired:
-        number += 1
+        number += every
         target: Any = path if to_path else io.BytesIO()
         interrupt = LineInterrupt(number, PACKAGE)
         outcome = "lost"
@@ -656,13 +656,16 @@ def _interrupt_everywhere(folder: str, *, to_path: bool) -> tuple[int, list[str]
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
             path.write_bytes(allowed["old"])
-    return number - 1, wrong
+    return interrupt.seen, wrong
 
 
-@pytest.mark.parametrize("to_path", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_interrupt_at_any_line_surfaces_and_loses_nothing(memory_path: Path, to_path: bool) -> None:
+@pytest.mark.parametrize(
+    ("to_path", "every"),
+    [(True, 10), pytest.param(True, 1, marks=pytest.mark.slow), pytest.param(False, 1, marks=pytest.mark.slow)],
+)
+def test_interrupt_at_any_line_surfaces_and_loses_nothing(memory_path: Path, to_path: bool, every: int) -> None:
     """Ctrl-C at any executed line is a KeyboardInterrupt, never an abort; the file is the old or the new one."""
-    ended = children.run(_interrupt_everywhere, str(memory_path), to_path=to_path)
+    ended = children.run(_interrupt_everywhere, str(memory_path), to_path=to_path, every=every)
     assert ended.signal is None
     assert ended.error is None
     count, wrong = ended.value
