@@ -45,6 +45,7 @@ Policies = Callable[[Callable[[int], Header]], Sequence[Policy]]
 _HISTORY_SECONDS = 60.0  # how old the record of losses in the store may be
 _LOOK_SECONDS = 0.5  # how often a thread that waits looks whether the main thread has ended
 _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 1.0, 60.0  # between two tries
+_LAST_WAIT_SECONDS = 2.0  # for a request that is under way when the worker is closed
 _PEERS_SECONDS = 30.0  # without a new file of another rank, before rank 0 sends those that are missing
 _SHARD = re.compile(r"__([0-9]+)_[0-9]+\.distcp")  # the name that torch.distributed.checkpoint gives a rank's file
 
@@ -210,7 +211,7 @@ class Worker:
                 self._is_abandoned = True
                 self._changed.notify_all()
             if thread is not None:
-                thread.join(2.0)  # a request that is under way is not waited for
+                thread.join(_LAST_WAIT_SECONDS)
         refused, self._refused = self._refused, None
         if refused is not None:
             raise refused

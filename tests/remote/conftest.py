@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from safeckpt.remote import Mirror, looking
+from safeckpt.remote import Mirror, looking, worker
 from safeckpt.run import mirroring
 from tests.remote.memory_store import MemoryStore
 
@@ -23,5 +23,6 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryStore]:
 
     monkeypatch.setattr(mirroring, "open_client", client)
     monkeypatch.setattr(looking, "open_client", client)
+    monkeypatch.setattr(worker, "_LAST_WAIT_SECONDS", 0.1)  # a request that waits for the gate ends with the test
     yield memory
     memory.gate.set()

@@ -250,13 +250,16 @@ class FailsOnce:
         return request
 
 
-@pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.slow), "after"])
+@pytest.mark.parametrize(
+    ("when", "every"),
+    [("after", 5), pytest.param("before", 1, marks=pytest.mark.slow), pytest.param("after", 1, marks=pytest.mark.slow)],
+)
 def test_any_request_may_fail_once(
-    tmp_path: Path, store: MemoryStore, monkeypatch: pytest.MonkeyPatch, when: str
+    tmp_path: Path, store: MemoryStore, monkeypatch: pytest.MonkeyPatch, when: str, every: int
 ) -> None:
     """Wherever a take-over, a rewind, an upload or a prune is interrupted, it is done in the end; the past counts."""
     monkeypatch.setattr(worker, "_FIRST_WAIT_SECONDS", 0.01)
-    for number in range(1, 100):
+    for number in range(1, 100, every):
         store.objects.clear()
         save_all(tmp_path / f"{number} a", 1, 2, 3)
         failing = FailsOnce(store.client(store.hook, URL), number, when)
