@@ -253,24 +253,34 @@ def _in_terminal(arguments: list[str], **environment: str) -> str:
     return done.stdout + done.stderr
 
 
-def test_colours_are_for_terminals_and_for_those_who_want_them(directory: Path) -> None:
+def test_colours_are_for_terminals_and_for_those_who_want_them(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A pipe gets none, NO_COLOR is obeyed, and on a terminal bad is red and good is green."""
+
+    def printed(*arguments: str, **environment: str) -> str:
+        for name in ("NO_COLOR", "FORCE_COLOR"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in {"TERM": "xterm-256color", **environment}.items():
+            monkeypatch.setenv(name, value)
+        main([*arguments])
+        return "".join(capsys.readouterr())
+
     flip(directory / NAMES[1])
     red, green = "\x1b[31m", "\x1b[32m"
-    coloured = _in_terminal(["verify", str(directory)], FORCE_COLOR="1", TERM="xterm-256color")
+    coloured = printed("verify", str(directory), FORCE_COLOR="1")
     assert red in coloured
     assert green in coloured
-    without = _in_terminal(["verify", str(directory)], FORCE_COLOR="1", TERM="xterm-256color", NO_COLOR="1")
+    without = printed("verify", str(directory), FORCE_COLOR="1", NO_COLOR="1")
     assert red not in without
     assert green not in without
-    assert "\x1b" not in _in_terminal(["verify", str(directory)], TERM="xterm-256color")
-    written = _in_terminal(["list", str(directory), "--sort", "loss"], FORCE_COLOR="1", TERM="xterm-256color")
-    assert green in written
-    assert red in _in_terminal(["log", str(directory)], FORCE_COLOR="1", TERM="xterm-256color")
-    assert "\x1b" not in _in_terminal(["show", str(directory / NAMES[1])], TERM="xterm-256color")  # an error
+    assert "\x1b" not in printed("verify", str(directory))
+    assert green in printed("list", str(directory), "--sort", "loss", FORCE_COLOR="1")
+    assert red in printed("log", str(directory), FORCE_COLOR="1")
+    assert "\x1b" not in printed("show", str(directory / NAMES[1]))  # an error
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.parametrize("shell", ["bash", *(pytest.param(one, marks=pytest.mark.slow) for one in ("zsh", "fish"))])
 def test_shells_get_their_completion(shell: str) -> None:
     """The line that the help names gives a script for the shell."""
     assert "_SAFECKPT_COMPLETE" in _in_terminal([], _SAFECKPT_COMPLETE=f"{shell}_source")

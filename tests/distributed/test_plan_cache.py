@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.checkpoint import default_planner
 
@@ -110,6 +111,7 @@ def _two_managers(path: Path, kind: Kind) -> Any:
     return found
 
 
+@pytest.mark.slow
 def test_two_managers_do_not_share_plans(tmp_path: Path) -> None:
     """Each plans once, and neither writes what the other has planned."""
     first, _ = groups.results(2, _two_managers, tmp_path, "fsdp")
@@ -136,6 +138,7 @@ def _after_failures(path: Path, kind: Kind) -> Any:
     return found
 
 
+@pytest.mark.slow
 def test_a_save_that_failed_on_one_rank_leaves_no_half_of_a_plan(tmp_path: Path) -> None:
     """All ranks forget their plans together; the next save is right."""
     for found in groups.results(2, _after_failures, tmp_path, "fsdp"):
@@ -151,6 +154,7 @@ def _metadata(path: Path, kind: Kind) -> Any:
             run.step(step)
 
 
+@pytest.mark.slow
 def test_kept_metadata_is_what_would_have_been_planned(tmp_path: Path) -> None:
     """The engine's metadata of a save that planned nothing names the same parts at the same places."""
     groups.results(2, _metadata, tmp_path, "fsdp")

@@ -5,7 +5,6 @@ import os
 import pickle
 import stat
 import struct
-import sys
 import tarfile
 import tempfile
 import threading
@@ -20,6 +19,7 @@ from safeckpt.file import FORMAT_VERSION, encode, open_file, verify, write_file
 from safeckpt.file.checksum import CHUNK_BYTES
 from safeckpt.file.trailer import TRAILER_BYTES
 from safeckpt.system import threads
+from tests import children
 from tests.comparing import assert_same
 from tests.file.states import assembled, corpus, loaded, trained, written
 
@@ -447,20 +447,19 @@ def test_check_before_a_commit_reads_no_data(path):
             file.verify()
 
 
+def _sum_of_a_file(path):
+    with open_file(path) as file:
+        file.verify()
+        return sum(tensor.double().sum().item() for tensor in file.load(mmap=True)["model"].values())
+
+
 def test_resume_reads_in_a_fresh_process_what_was_written_here(tmp_path):
     """Nothing in this process is needed to read the file."""
-    import subprocess
-
     model, optimizer = trained()
     path = tmp_path / "state.pt"
     path.write_bytes(written(encode({"model": model.state_dict(), "optimizer": optimizer.state_dict()})))
-    code = (
-        "import sys\nfrom safeckpt.file import open_file\n"
-        "with open_file(sys.argv[1]) as f:\n    f.verify(); s = f.load(mmap=True)\n"
-        "print(sum(t.double().sum().item() for t in s['model'].values()))"
-    )
-    done = subprocess.run([sys.executable, "-c", code, path], check=True, capture_output=True, text=True)
-    assert float(done.stdout) == sum(tensor.double().sum().item() for tensor in model.state_dict().values())
+    read = children.run(_sum_of_a_file, path).value
+    assert read == sum(tensor.double().sum().item() for tensor in model.state_dict().values())
 
 
 def test_reading_changes_no_file_and_leaves_its_mode(path):

@@ -131,6 +131,7 @@ def test_bytes_that_change_after_the_check_are_not_loaded(tmp_path, monkeypatch)
             opened.load_whole()
 
 
+@pytest.mark.slow
 def test_the_engine_is_not_imported(tmp_path):
     """A process that only reads a sharded checkpoint does not load torch.distributed.checkpoint."""
     sharded(tmp_path / "step", LAYOUTS["by rows"])

@@ -49,7 +49,9 @@ def run():
     return straight(functools.partial(dataloader, "shuffle"), epochs=2)
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(
+    "options", [pytest.param(OPTIONS[one], id=one, marks=[pytest.mark.slow] * (one == "spawn")) for one in OPTIONS]
+)
 def test_any_workers_give_the_same_batches_as_none(options, run):
     """Whatever fetches, from the start and from the middle, order and draws are those of a run without workers."""
     assert resumed(functools.partial(dataloader, "shuffle", **options), run.states[0, 3], epochs=2) == run.rest((0, 3))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import torch
 import safeckpt
 from safeckpt import Mirror
 from safeckpt.remote import open_client
+from tests import children
 from tests.manager.helpers import manager_of, steps_in
 from tests.remote import servers
 from tests.remote.proxy import Fault, Proxy, Request, proxy_of
@@ -283,13 +283,13 @@ def test_secrets_are_in_no_error_of_a_store_that_refuses(tmp_path: Path) -> None
     assert "?" not in str(caught.value)
 
 
+def _open_without_obstore(path: Path) -> None:
+    sys.modules["obstore"] = None  # type: ignore[assignment]
+    safeckpt.CheckpointManager(path, {"counters": {"n": 0}}, mirror="s3://bucket/run")
+
+
 def test_missing_package_says_what_to_install(tmp_path: Path) -> None:
     """Without the extra, `mirror=` is an error at construction, with the line to type."""
-    code = (
-        "import sys; sys.modules['obstore'] = None\n"
-        "import safeckpt\n"
-        "try: safeckpt.CheckpointManager('x', {'counters': {'n': 0}}, mirror='s3://bucket/run')\n"
-        "except ImportError as error: print(error)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert 'pip install "safeckpt[cloud]"' in done.stdout, done.stderr
+    error = children.run(_open_without_obstore, tmp_path).error
+    assert isinstance(error, ImportError)
+    assert 'pip install "safeckpt[cloud]"' in str(error)

@@ -15,15 +15,16 @@ KILLS = 20
 
 
 @pytest.mark.parametrize(
-    ("workers", "async_save"),
+    ("workers", "async_save", "kills"),
     [
-        pytest.param(0, False, id="0 workers"),
-        pytest.param(2, False, id="2 workers", marks=pytest.mark.slow),
-        pytest.param(0, True, id="async", marks=pytest.mark.slow),
+        pytest.param(0, False, 4, id="0 workers, a few kills"),
+        pytest.param(0, False, KILLS, id="0 workers", marks=pytest.mark.slow),
+        pytest.param(2, False, KILLS, id="2 workers", marks=pytest.mark.slow),
+        pytest.param(0, True, KILLS, id="async", marks=pytest.mark.slow),
     ],
 )
-def test_digits_killed_twenty_times_end_bit_equal(tmp_path, workers, async_save):
-    """Every loss and the final state of a run killed at twenty random moments equal those of the run never killed."""
+def test_digits_killed_again_and_again_end_bit_equal(tmp_path, workers, async_save, kills):
+    """Every loss and the final state of a run killed at random moments equal those of the run never killed."""
     digits = tmp_path / "digits.pt"
     Digits.download(digits)
     straight = run(train, digits, None, tmp_path / "straight.jsonl", 0)
@@ -31,7 +32,7 @@ def test_digits_killed_twenty_times_end_bit_equal(tmp_path, workers, async_save)
     assert len(expected) == STEPS
     losses = tmp_path / "killed.jsonl"
     moments = random.Random(workers)
-    for _ in range(KILLS):
+    for _ in range(kills):
         enough = len(recorded(losses)) + moments.randint(1, 8)
         with Child(train, digits, tmp_path / "run", losses, workers, async_save=async_save, talks=False) as child:
             while not losses.exists() or losses.read_bytes().count(b"\n") < enough:
@@ -42,7 +43,7 @@ def test_digits_killed_twenty_times_end_bit_equal(tmp_path, workers, async_save)
 
     assert final.error is None
     computed = recorded(losses)
-    assert len(computed) >= STEPS + KILLS // 2, "hardly any step was computed twice: the kills came too late"
+    assert len(computed) >= STEPS + kills // 2, "hardly any step was computed twice: the kills came too late"
     assert [(step, loss) for step, loss in computed if loss != expected[step - 1]] == []
     assert {step for step, _ in computed} == set(range(1, STEPS + 1))
     assert final.value == straight.value

@@ -7,8 +7,9 @@ import pytest
 from tests.resume.kills import assert_killed_run_is_the_straight_one
 from tests.resume.scripts import control, generative, images, language, plain, supervised
 
-FAST = [images.train_with_recipe, control.train_dqn]
+FAST = [images.train_with_recipe]
 SLOW = [
+    control.train_dqn,
     images.train_keeping_the_best_model,
     language.train_nano_gpt,
     language.train_low_rank,

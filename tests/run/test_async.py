@@ -332,6 +332,7 @@ atexit.register(lambda: manager.save(1))
 """
 
 
+@pytest.mark.slow
 def test_save_in_an_exit_handler_is_written(tmp_path: Path) -> None:
     """A save that an `atexit` handler begins is whole on disk, though no thread can be started any more."""
     command = [sys.executable, "-W", "ignore", "-c", _AT_EXIT, str(tmp_path)]
