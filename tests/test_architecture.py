@@ -1,6 +1,7 @@
 """The layout is the architecture: layers, and the one place for each dangerous call, are held by these tests."""
 
 import ast
+import functools
 import importlib
 from pathlib import Path
 
@@ -42,14 +43,31 @@ def in_integrations(path):
     return part_of(path) == "integrations"
 
 
+@functools.cache
+def nodes_of(path):
+    """Return every node of a module; parsed once for all tests."""
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_nodes():
+    """Leave no hundreds of thousands of nodes to the tests that follow."""
+    yield
+    nodes_of.cache_clear()
+
+
+@functools.cache
 def imports_of(path):
-    """Yield (top module, part of safeckpt or None) for every import that runs."""
-    tree = ast.parse(path.read_text())
+    """Return (top module, part of safeckpt or None) for every import that runs."""
+    return tuple(_imports_of(path))
+
+
+def _imports_of(path):
     for_types = [
-        node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        node for node in nodes_of(path) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
     ]
     skipped = {id(node) for block in for_types for node in ast.walk(block)}
-    for node in ast.walk(tree):
+    for node in nodes_of(path):
         names = []
         if id(node) in skipped:
             continue
@@ -84,7 +102,7 @@ def test_store_imports_neither_torch_nor_numpy(path):
 
 def attribute_calls(path, owners):
     """Yield the names called as attributes of one of the given modules."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             owner = node.func.value
             if isinstance(owner, ast.Name) and owner.id in owners:
@@ -98,7 +116,7 @@ def test_only_store_renames_syncs_and_unlinks(path):
     assert not calls or path == PACKAGE / "store" / "disk.py", calls
     methods = [
         node.func.attr
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and node.func.attr in {"unlink", "rmdir", "rename", "hardlink_to", "symlink_to", "write_bytes", "write_text"}
@@ -124,7 +142,7 @@ def test_only_one_module_issues_warnings(path):
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_nothing_is_caught_wholesale(path):
     """There is no bare except and no except Exception."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.ExceptHandler):
             assert node.type is not None, f"{path.name}:{node.lineno}: bare except"
             names = {name.id for name in ast.walk(node.type) if isinstance(name, ast.Name)}
@@ -136,9 +154,8 @@ def test_nothing_is_caught_wholesale(path):
 )
 def test_integrations_use_public_names_alone(path):
     """What an integration needs of safeckpt, one outside of this package can use as well."""
-    tree = ast.parse(path.read_text())
     used = {other for _, other in imports_of(path) if other is not None}
-    for node in ast.walk(tree):
+    for node in nodes_of(path):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "safeckpt":
             used.add(node.attr)
         if isinstance(node, ast.Import):
@@ -162,11 +179,12 @@ def test_trainers_are_imported_by_their_own_integration_alone(path):
 OF_OTHERS = {"_replace", "_getframe", "_inst", "_rand", "_bit_generator", "_legacy_seeding"}
 
 
+@functools.cache
 def own_private_names():
     """Return the private names that classes of the package define: methods, class attributes, attributes of `self`."""
     found = set()
     for path in MODULES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.ClassDef):
                 for inner in node.body:
                     targets = getattr(inner, "targets", [getattr(inner, "target", None)])
@@ -176,13 +194,17 @@ def own_private_names():
     return found
 
 
+@functools.cache
 def foreign_private_names(path):
-    """Yield the private names of others that a module imports, or asks of an object."""
+    """Return the private names of others that a module imports, or asks of an object."""
+    return set(_foreign_private_names(path))
 
+
+def _foreign_private_names(path):
     def is_private(name):
         return name.startswith("_") and not name.startswith("__")
 
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom) and not node.module.startswith("safeckpt"):
             yield from {node.module} if any(map(is_private, node.module.split("."))) else ()
             yield from (alias.name for alias in node.names if is_private(alias.name))
@@ -217,7 +239,7 @@ def test_private_names_of_a_trainer_are_looked_for_before_they_are_used(integrat
         name
         for path in paths
         if path.suffix == ".py"
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path)
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
         for name in node.value.split(".")
     }

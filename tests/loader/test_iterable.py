@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import random
 import warnings
@@ -42,7 +43,10 @@ def test_stream_resumes_at_every_position(kind, options):
 
 
 @KINDS
-@pytest.mark.parametrize("options", [name for name in OPTIONS if "workers" in name and name != "no workers"])
+@pytest.mark.parametrize(
+    "options",
+    ["3 workers", pytest.param("3 workers, short batches dropped", marks=pytest.mark.slow), "3 persistent workers"],
+)
 def test_stream_in_workers_resumes_with_the_turn_of_the_same_worker(kind, options):
     """Workers whose shares end at different times take the same turns after a resume, at the end too."""
     run = straight(functools.partial(make, kind, options), epochs=2)
@@ -261,14 +265,28 @@ def passes(style, kind=Passes, size=3, **options):
     return DataLoader(kind(style), batch_size=size, collate_fn=list, **options)
 
 
-@pytest.mark.parametrize("style", ["resets its place", "keeps its place"])
-@pytest.mark.parametrize("kind", [Passes, LateState])
+PASSES = {
+    "0": {},
+    "0, one batch": {"size": 11},
+    "0, no short batch": {"size": 1},
+    "2": {"num_workers": 2},
+    "3 persistent": {"num_workers": 3, "persistent_workers": True},
+}
+# Each position of each epoch starts workers: a kind is tried with all styles in one process, with workers in one style.
+MOST_PASSES = {("2", Passes, "resets its place"), ("3 persistent", LateState, "keeps its place")}
+
+
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"size": 11}, {"size": 1}, {"num_workers": 2}, {"num_workers": 3, "persistent_workers": True}],
-    ids=["0", "0, one batch", "0, no short batch", "2", "3 persistent"],
-)
-def test_state_that_lives_across_epochs_comes_back(style, kind, options):
+    ("options", "kind", "style"),
+    [
+        pytest.param(
+            PASSES[one], kind, style, id=f"{one}-{kind.__name__}-{style}",
+            marks=[pytest.mark.slow] * (one[0] != "0" and (one, kind, style) not in MOST_PASSES),
+        )
+        for one, kind, style in itertools.product(PASSES, [Passes, LateState], ["resets its place", "keeps its place"])
+    ],
+)  # fmt: skip
+def test_state_that_lives_across_epochs_comes_back(options, kind, style):
     """Between two epochs and within them, what the dataset says at the end of an epoch is where the next begins."""
     make = functools.partial(passes, style, kind, **options)
     run = straight(make)
@@ -386,13 +404,20 @@ class OwnIterator(IterableDataset):
         self.place["at"] = self.resume = state["at"]
 
 
-@pytest.mark.parametrize("style", ["begins anew", "has no place before", "takes what was loaded"])
-@pytest.mark.parametrize("options", [{}, {"num_workers": 2}], ids=["0", "2"])
-def test_dataset_that_is_its_own_iterator_resumes_at_every_position(style, options):
+@pytest.mark.parametrize(
+    ("style", "workers"),
+    [
+        *((style, 0) for style in ("begins anew", "has no place before", "takes what was loaded")),
+        ("begins anew", 2),
+        pytest.param("has no place before", 2, marks=pytest.mark.slow),
+        pytest.param("takes what was loaded", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_dataset_that_is_its_own_iterator_resumes_at_every_position(style, workers):
     """Its `__iter__` may set the place back, or take the one that was loaded: the same batches come in every epoch."""
 
     def one():
-        return DataLoader(OwnIterator(style), batch_size=3, collate_fn=list, **options)
+        return DataLoader(OwnIterator(style), batch_size=3, collate_fn=list, num_workers=workers)
 
     run = straight(one)
     assert sorted(row[0] for batch in run.batches[0] for row in batch) == list(range(13))

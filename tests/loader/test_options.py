@@ -57,7 +57,7 @@ def test_any_workers_give_the_same_batches_as_none(options, run):
     assert resumed(functools.partial(dataloader, "shuffle", **options), run.states[0, 3], epochs=2) == run.rest((0, 3))
 
 
-@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("workers", [1, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("order", ["custom batches", "replacement, own generator", "no batching", "distributed"])
 def test_any_order_comes_the_same_with_workers(order, workers):
     """Samplers that are drawn ahead of the batch at hand resume at the batch at hand."""

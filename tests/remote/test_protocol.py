@@ -211,6 +211,7 @@ def test_take_over_of_a_writer_that_sends_twice_is_safe_in_every_order() -> None
     assert count > 3_000
 
 
+@pytest.mark.slow
 def test_going_back_while_the_one_before_deletes_leaves_something_in_every_order() -> None:
     """A taker that went back to an older step loses it to a deletion under way, and the newer one counts instead."""
     count, violation = violations(taken_over(1, back=True))
