@@ -323,6 +323,7 @@ class CheckpointManager:
         Args:
             step: Optimizer steps completed; not lower than at the last call.
             loss: The loss at this step: a number, tensor, NumPy scalar, or a dict or list of them. Has to be finite.
+                None: the one that `end_step` was given for this step.
             metrics: Name to number, for `keep_best`; may be NaN, which is never best.
 
         Returns:

@@ -194,6 +194,8 @@ class Steps:
         """Save now, after what ranks have refused was raised on all of them."""
         self._read_agreement()
         self._was_tried = True
+        if loss is None and self._unsaved is not None and self._unsaved.step == step:
+            loss = self._unsaved.loss  # which end_step was given
         checkpoint = self._save(step, loss, metrics)
         self._is_owed = False
         self._watch.begin(checkpoint.step)

@@ -63,6 +63,18 @@ def test_save_by_hand_counts(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == [4, 5, 10, 15]
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_checkpoint_saved_by_hand_has_the_loss_of_its_step(tmp_path: Path, every: int) -> None:
+    """What end_step was told need not be said again, whether or not it has saved; what is said counts, step by step."""
+    with manager_of(tmp_path, Marked(), save_every=every, keep_last=9) as manager:
+        manager.end_step(1, loss=0.5)
+        assert manager.save(1, metrics={"val": 0.25}).loss == 0.5
+        manager.end_step(3, loss=0.75, save=False)
+        assert manager.save(3, loss=0.125).loss == 0.125
+        assert manager.save(4).loss is None
+    assert [one.loss for one in manager.checkpoints()] == [0.5, 0.125, None]
+
+
 def test_restored_step_counts(tmp_path: Path) -> None:
     """After a restore the next multiple above its step is due, not one that lies behind."""
     save_steps(tmp_path, 17)
