@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import safeckpt
+import safeckpt.run.catalog
 from safeckpt.cli import main
 from safeckpt.cli.changes import _distance
 from tests.faults import contents, names_in
@@ -230,6 +231,76 @@ def test_best_prints_the_path_of_the_best_good_file(command: Command, directory:
     assert (code, out) == (1, "")
     assert "finite metric 'bleu'" in err
     assert command("best", directory, "accuracy:most")[0] == 2
+
+
+@pytest.fixture
+def keeper(tmp_path: Path) -> Path:
+    """A run that keeps its best checkpoint by `val`, which is step 2, and ends at step 5."""
+    with safeckpt.CheckpointManager(
+        tmp_path / "keeper", {"counters": {"n": 0}}, keep_last=9, keep_best=safeckpt.Best("val")
+    ) as manager:
+        for step, value in ((1, 0.5), (2, 0.25), (3, 0.75), (4, float("nan")), (5, 0.5)):
+            manager.save(step, loss=1.0 / step, metrics={"val": value})
+    return tmp_path / "keeper"
+
+
+def test_best_of_a_run_is_what_the_run_keeps(command: Command, keeper: Path, directory: Path) -> None:
+    """Without a metric it is that of keep_best, which `list` marks; where there is none, the metrics are named."""
+    assert command("best", keeper) == (0, f"{keeper / 'step-00000002.pt'}\n", "")
+    assert command("list", keeper)[1].count("best val") == 1
+    assert [one["best"] for one in command.json("list", keeper)["checkpoints"]] == [[], ["val"], [], [], []]
+    code, _, err = command("best", directory)
+    assert code == 2
+    assert "which METRIC? the run keeps no best checkpoint; its checkpoints have accuracy, loss" in " ".join(
+        err.split()
+    )
+    code, _, err = command("best", directory, "bleu")
+    assert code == 1
+    assert "there is: accuracy, loss" in " ".join(err.split())
+
+
+def test_prune_keeps_what_the_run_keeps(command: Command, keeper: Path) -> None:
+    """The best one of a run is not deleted by somebody who did not think of it; it goes when one says so."""
+    rules = ("--keep-last", 1, "--dry-run")
+    assert command.json("prune", keeper, *rules)["stays"] == [2, 5]
+    assert "The best by val stays" in command("prune", keeper, *rules)[1]
+    assert command.json("prune", keeper, *rules, "--no-keep-best")["stays"] == [5]
+    assert command.json("prune", keeper, *rules, "--keep-best", "val:max")["stays"] == [3, 5]
+    assert command("prune", keeper, *rules, "--keep-best", "val", "--no-keep-best")[0] == 2
+    assert command("prune", keeper, "--keep-last", 1, "--yes")[0] == 0
+    assert [name for name in names_in(keeper) if name.endswith(".pt")] == ["step-00000002.pt", "step-00000005.pt"]
+
+
+def test_rules_that_are_none_are_passed_over(command: Command, keeper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A header of another hand is no traceback: the next older checkpoint says what the run keeps."""
+    newest = safeckpt.run.catalog.Catalog.bests
+
+    def bests(catalog: Any, step: int) -> Any:
+        return safeckpt.run.catalog.bests_in({"keep_best": [[7]]}, keeper) if step == 5 else newest(catalog, step)
+
+    monkeypatch.setattr(safeckpt.run.catalog.Catalog, "bests", bests)
+    assert command("best", keeper)[1] == f"{keeper / 'step-00000002.pt'}\n"
+
+
+def test_log_says_in_words_why_and_what(command: Command, directory: Path) -> None:
+    """Lists and numbers are words, and what is zero is left out."""
+    with (directory / "events.jsonl").open("a") as file:
+        file.write(
+            '{"kind": "refused", "step": 8, "loss": null, "tensors": ["model.0.weight", "model.1.bias"], '
+            '"tensors_total": 2}\n'
+            '{"kind": "rolled_back", "step": 6, "why": "loss = nan", "left_out": {"loader": [[3, 20]]}, '
+            '"changed": false}\n'
+        )
+    out = " ".join(command("log", directory)[1].split())
+    assert "refused 8 tensors model.0.weight, model.1.bias" in out
+    assert "rolled back 6 loss = nan; left out (epoch, batch): loader (3, 20)" in out
+    assert "tensors in all" not in out
+    assert "changed" not in out
+
+
+def test_version_is_printed(command: Command) -> None:
+    """By the option that everybody tries."""
+    assert command("--version") == (0, f"safeckpt {safeckpt.__version__}\n", "")
 
 
 def test_long_paths_are_printed_on_one_line(capsys: pytest.CaptureFixture[str], written: Path, tmp_path: Path) -> None:

@@ -75,6 +75,7 @@ sys.exit(main(sys.argv[1:]))
     "arguments",
     [
         ("--help",),
+        ("--version",),
         ("list", "{}"),
         ("list", "{}", "{}", "--sort", "accuracy:max", "--where", "loss<9"),
         ("log", "{}"),

@@ -24,7 +24,7 @@ Exit codes:
   1  the answer is no: not exact, damaged, different, no checkpoint
   2  it could not be done: usage, no such file, directory held, no package
 
-Everything but prune, fetch, extract, plot and doctor only reads, and works while a training run holds the directory. A
+All commands work while a training run holds the directory, but for prune and fetch, which need it for themselves. A
 directory or a checkpoint may be the URL of one in an object store.
 
 \b
@@ -110,12 +110,23 @@ def run(arguments: Sequence[str]) -> int:
         error_line(str(error))
         return 1 if isinstance(error, DamagedCheckpointError) else 2
     except OSError as error:
-        error_line(str(error))
+        error_line(str(error) if error.filename is None else f"{error.filename}: {error.strerror}")
         return 2
     return code if isinstance(code, int) else 0
 
 
+def _print_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        import safeckpt
+
+        write(f"safeckpt {safeckpt.__version__}")
+        context.exit()
+
+
 @click.group(epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80})
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Print the version."
+)
 def group() -> None:
     """Checkpoints that come back as the same run: look at them, check them, prove them."""
 
@@ -207,18 +218,17 @@ def latest(directory: str, *, as_json: bool) -> int:
 
 @group.command(short_help="Print the path of the best good checkpoint.")
 @_directory
-@click.argument("metric", metavar="METRIC[:max]")
+@click.argument("metric", required=False, metavar="[METRIC[:max]]")
 @_json
-def best(directory: str, metric: str, *, as_json: bool) -> int:
+def best(directory: str, metric: str | None, *, as_json: bool) -> int:
     """Print the path of the good checkpoint in DIRECTORY with the best METRIC, every byte of it verified.
 
     METRIC is a name that was given to save(metrics=...), or loss. The lowest value is the best, with :max the highest.
-    Exit code 1 when no good checkpoint has a finite value.
+    Without METRIC it is that of the run's keep_best. Exit code 1 when no good checkpoint has a finite value.
     """
     from safeckpt.cli.listing import print_best
-    from safeckpt.cli.options import parse_best
 
-    return print_best(Screen(as_json=as_json), directory, parse_best(metric))
+    return print_best(Screen(as_json=as_json), directory, metric)
 
 
 @group.command(short_help="Print the history of a directory.")
@@ -261,7 +271,13 @@ def plot_(directories: tuple[str, ...], output: str | None, *, as_json: bool) ->
     metavar="STEPS|TIME",
     help="Keep multiples of this step; with 30m, 6h or 1d the newest of each such period.",
 )
-@click.option("--keep-best", multiple=True, metavar="METRIC[:max]", help="Keep the best one for a metric.")
+@click.option(
+    "--keep-best",
+    multiple=True,
+    metavar="METRIC[:max]",
+    help="Keep the best one for a metric. [those that the run keeps]",
+)
+@click.option("--no-keep-best", is_flag=True, help="Keep no best one.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @_json
@@ -271,6 +287,7 @@ def prune_(
     keep_every: str | None,
     keep_best: tuple[str, ...],
     *,
+    no_keep_best: bool,
     dry_run: bool,
     yes: bool,
     as_json: bool,
@@ -282,9 +299,11 @@ def prune_(
     """
     from safeckpt.cli.pruning import prune
 
+    if keep_best and no_keep_best:
+        raise click.UsageError("--keep-best and --no-keep-best contradict each other")
     return prune(
-        Screen(as_json=as_json), directory, keep_last=keep_last, keep_every=keep_every, keep_best=keep_best,
-        dry_run=dry_run, yes=yes or as_json,
+        Screen(as_json=as_json), directory, keep_last=keep_last, keep_every=keep_every,
+        keep_best=keep_best if keep_best or no_keep_best else None, dry_run=dry_run, yes=yes or as_json,
     )  # fmt: skip
 
 

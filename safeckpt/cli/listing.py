@@ -5,11 +5,13 @@ Needs no torch, which takes seconds to import.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from safeckpt.cli.bests import best_in, bests_of_run, metrics_in, shown
 from safeckpt.cli.screen import BAD, GOOD, Cell, Screen, error_line, write
 from safeckpt.cli.selection import Selection
 from safeckpt.cli.stores import best_of
@@ -104,7 +106,24 @@ def _rows(catalog: Catalog | RemoteCatalog, steps: Iterable[int], place: str) ->
         except LoadError as error:
             found = {"step": step, "path": catalog.path_of(step), "good": False, "reason": reason_of(error)}
         rows.append(found | {"directory": place})
+    _mark_best(rows, bests_of_run(catalog, [row["step"] for row in rows]))
     return rows
+
+
+def _mark_best(rows: Sequence[dict[str, Any]], bests: Iterable[Best]) -> None:
+    """Note at each checkpoint by which of the run's metrics it is one of the best."""
+    good = {row["step"]: row for row in rows if row["good"]}
+    for row in good.values():
+        row["best"] = []
+    for best in bests:
+        scores = ((step, _score(row, best.metric)) for step, row in good.items())
+        for step in islice(best.rank(scores), best.count):
+            good[step]["best"].append(shown(best))
+
+
+def _score(row: Mapping[str, Any], metric: str) -> float | None:
+    value = row["metrics"].get(metric, row["loss"] if metric == "loss" else None)
+    return value if isinstance(value, float) else None
 
 
 def described(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -126,7 +145,8 @@ def _row(row: dict[str, Any]) -> list[Cell]:
         return [(str(row["step"]), BAD), "", "", "", "", (f"not good: {row['reason']}", BAD)]
     when = row["created_at"][:19].replace("T", " ")
     loss, metrics = number(row["loss"]), number(row["metrics"])
-    return [str(row["step"]), when, size(row["size_bytes"]), loss, metrics, "structure ok"]
+    check: Cell = ", ".join(["structure ok", *(f"best {name}" for name in row["best"])])
+    return [str(row["step"]), when, size(row["size_bytes"]), loss, metrics, (check, GOOD) if row["best"] else check]
 
 
 def print_latest(screen: Screen, path: str) -> int:
@@ -136,14 +156,19 @@ def print_latest(screen: Screen, path: str) -> int:
     return _print_one(screen, checkpoint, f"{path} has no good checkpoint.")
 
 
-def print_best(screen: Screen, path: str, best: Best) -> int:
+def print_best(screen: Screen, path: str, metric: str | None) -> int:
     """Print the path of the good checkpoint with the best metric, every byte verified; return 1 when there is none."""
+    catalog: Catalog | RemoteCatalog = RemoteCatalog(path) if is_url(path) else Catalog(CheckpointDirectory(path))
+    steps = list(catalog.checkpoints) if isinstance(catalog, RemoteCatalog) else catalog.files.steps()
+    best = best_in(catalog, steps, metric) if steps or metric else None
+    if best is None:
+        return _print_one(screen, None, f"{path} has no checkpoint.")
     with screen.status(f"verifying {path}"):
-        if is_url(path):
-            checkpoint = best_of(RemoteCatalog(path), best)
-        else:
-            checkpoint = Catalog(CheckpointDirectory(path)).find_best(best)
-    return _print_one(screen, checkpoint, f"{path} has no good checkpoint with a finite metric {best.metric!r}.")
+        found = best_of(catalog, best) if isinstance(catalog, RemoteCatalog) else catalog.find_best(best)
+    known = "" if found is not None else metrics_in(catalog, steps)
+    return _print_one(
+        screen, found, f"{path} has no good checkpoint with a finite metric {best.metric!r}; there is: {known}."
+    )
 
 
 def _print_one(screen: Screen, checkpoint: Checkpoint | None, missing: str) -> int:
@@ -170,6 +195,8 @@ def show_log(screen: Screen, path: str, last: int | None) -> int:
     return 0
 
 
+_BARE = {"reason", "why"}
+_NAMES = {"size_bytes": "size", "left_out": "left out (epoch, batch):", "tensors_total": "tensors in all"}
 _COLOURS = {
     "refused": BAD, "passed_over": BAD, "replay_differs": BAD, "replicas_differ": BAD,
     "rolled_back": "yellow", "replay_verified": GOOD,
@@ -179,16 +206,26 @@ _COLOURS = {
 def _event(event: dict[str, Any]) -> tuple[Cell, ...]:
     details = []
     for name, value in event.items():
-        if name in ("time", "kind", "step") or value in (None, [], {}, ""):
+        if name in ("time", "kind", "step") or not value or (name == "tensors_total" and _is_all(event)):
             continue
-        text = size(value) if name == "size_bytes" else value if isinstance(value, str) else number_or_text(value)
-        details.append(text if name == "reason" else f"{name.removesuffix('_bytes').replace('_', ' ')} {text}")
+        text = size(value) if name == "size_bytes" and isinstance(value, int) else _words(value)
+        details.append(text if name in _BARE else f"{_NAMES.get(name, name.replace('_', ' '))} {text}")
     when = str(event.get("time", ""))[:19].replace("T", " ")
     step = event.get("step")
     kind = str(event.get("kind", ""))
     return when, (kind.replace("_", " "), _COLOURS.get(kind, "")), "" if step is None else str(step), "; ".join(details)
 
 
-def number_or_text(value: Any) -> str:
-    """Return a number with six digits, anything else as it is."""
+def _is_all(event: Mapping[str, Any]) -> bool:
+    names = event.get("tensors")
+    return isinstance(names, list) and len(names) == event.get("tensors_total")
+
+
+def _words(value: Any, level: int = 0) -> str:
+    """Return what an event says of one thing: a list in a list in brackets."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_words(one, level)}" for name, one in value.items())
+    if isinstance(value, list):
+        text = ", ".join(_words(one, level + 1) for one in value)
+        return f"({text})" if level else text
     return f"{value:.6g}" if isinstance(value, float) else str(value)

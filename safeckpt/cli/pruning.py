@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import click
 
+from safeckpt.cli.bests import bests_of_run, shown
 from safeckpt.cli.options import parse_best, parse_interval
 from safeckpt.cli.screen import Screen
 from safeckpt.cli.stores import prune_store
@@ -16,7 +17,17 @@ from safeckpt.errors import LoadError
 from safeckpt.remote.options import is_url
 from safeckpt.run.catalog import Catalog, score
 from safeckpt.run.remote_catalog import RemoteCatalog
-from safeckpt.store import CheckpointDirectory, KeepBest, KeepEvery, KeepLast, KeepPeriod, Policy, WriterLock, to_prune
+from safeckpt.store import (
+    Best,
+    CheckpointDirectory,
+    KeepBest,
+    KeepEvery,
+    KeepLast,
+    KeepPeriod,
+    Policy,
+    WriterLock,
+    to_prune,
+)
 from safeckpt.system.text import size
 
 __all__ = ["prune"]
@@ -28,25 +39,40 @@ def prune(
     *,
     keep_last: int,
     keep_every: str | None,
-    keep_best: Sequence[str],
+    keep_best: Sequence[str] | None,
     dry_run: bool,
     yes: bool,
 ) -> int:
     """Delete the checkpoints that no rule keeps, after every one that stays was verified."""
     if is_url(path):
         remote = RemoteCatalog(path)
-        policies = _policies(remote, keep_last, keep_every, keep_best)
+        bests = _bests(screen, remote, list(remote.checkpoints), keep_best)
+        policies = _policies(remote, keep_last, keep_every, bests)
         return prune_store(screen, remote, policies, dry_run=dry_run, yes=yes)
     files = CheckpointDirectory(path)
-    policies = _policies(Catalog(files), keep_last, keep_every, keep_best)
+    catalog = Catalog(files)
+    policies = _policies(catalog, keep_last, keep_every, _bests(screen, catalog, files.steps(), keep_best))
     if dry_run:
         return _prune(screen, files, policies, dry_run=True, yes=True)
     with WriterLock(path, 0):
         return _prune(screen, files, policies, dry_run=False, yes=yes)
 
 
+def _bests(
+    screen: Screen, catalog: Catalog | RemoteCatalog, steps: Sequence[int], keep_best: Sequence[str] | None
+) -> list[Best]:
+    """Return the best ones to keep: those of the run, when nothing was said about them."""
+    if keep_best is not None:
+        return [parse_best(text) for text in keep_best]
+    found = bests_of_run(catalog, steps)
+    if found and not screen.as_json:
+        names = ", ".join(map(shown, found))
+        screen.line(f"The best by {names} stays, as the run keeps it; --no-keep-best lets it go.")
+    return found
+
+
 def _policies(
-    catalog: Catalog | RemoteCatalog, keep_last: int, keep_every: str | None, keep_best: Sequence[str]
+    catalog: Catalog | RemoteCatalog, keep_last: int, keep_every: str | None, bests: Sequence[Best]
 ) -> list[Policy]:
     policies: list[Policy] = [KeepLast(keep_last)]
     if keep_every is not None:
@@ -55,10 +81,7 @@ def _policies(
             policies.append(KeepEvery(interval))
         else:
             policies.append(KeepPeriod(interval, functools.partial(_created_at, catalog)))
-    for text in keep_best:
-        best = parse_best(text)
-        policies.append(KeepBest(best, functools.partial(_score, catalog, best.metric)))
-    return policies
+    return [*policies, *(KeepBest(best, functools.partial(_score, catalog, best.metric)) for best in bests)]
 
 
 def _score(catalog: Catalog | RemoteCatalog, metric: str, step: int) -> float | None:

@@ -36,6 +36,7 @@ __all__ = [
     "Checkpoint",
     "Gone",
     "OpenCheckpoint",
+    "bests_in",
     "fault_of",
     "latest",
     "reason_of",
@@ -164,6 +165,17 @@ class Catalog:
             checkpoint = _checkpoint_in(file, step, path)
         _remember(self._seen, path, (identity, checkpoint))
         return checkpoint
+
+    def bests(self, step: int) -> list[Best]:
+        """Return which best checkpoints the run keeps, as that of a step says.
+
+        Raises:
+            LoadError: It is damaged so that it shows at once.
+            FileNotFoundError: It is gone.
+        """
+        path = self.files.path_of(step)
+        with _opened(path) as file:
+            return bests_in(file.header(), path)
 
     @contextlib.contextmanager
     def open_step(self, step: int, *, share: int = 0, shares: int = 1) -> Iterator[tuple[OpenCheckpoint, Checkpoint]]:
@@ -412,6 +424,18 @@ def _passes(path: Path, step: int) -> bool:
     except LoadError:
         return False
     return True
+
+
+def bests_in(header: Mapping[str, Any] | None, path: PurePath) -> list[Best]:
+    """Return which best checkpoints a run keeps, as the header of one says.
+
+    Raises:
+        DamagedCheckpointError: The header says something else there.
+    """
+    try:
+        return [Best(*one) for one in (header or {}).get("keep_best", ())]
+    except (TypeError, ValueError) as error:
+        raise DamagedCheckpointError(path=path, reason=f"its header is not a checkpoint's ({error!r})") from error
 
 
 def reason_of(error: LoadError) -> str:

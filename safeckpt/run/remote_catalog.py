@@ -8,8 +8,8 @@ from typing import Any, cast
 
 from safeckpt.errors import LoadError
 from safeckpt.remote import RemoteCheckpoint, RemotePath, open_prefix, open_remote, verify_remote
-from safeckpt.run.catalog import Bad, Checkpoint, fault_of, warn_skipped
-from safeckpt.store import Timelines, names, timelines_of
+from safeckpt.run.catalog import Bad, Checkpoint, bests_in, fault_of, warn_skipped
+from safeckpt.store import Best, Timelines, names, timelines_of
 from safeckpt.system.threads import Progress
 
 __all__ = ["RemoteCatalog"]
@@ -56,6 +56,16 @@ class RemoteCatalog:
             file.check_structure()
             header = file.header() or {}
         return Checkpoint.from_header(header, cast("Path", self.path_of(step)), one.size_bytes)
+
+    def bests(self, step: int) -> list[Best]:
+        """Return which best checkpoints the run keeps, as that of a step says.
+
+        Raises:
+            LoadError: It is not good.
+            FileNotFoundError: It is gone.
+        """
+        with open_remote(self.epochs.client, self.checkpoints[step]) as file:
+            return bests_in(file.header(), self.path_of(step))
 
     def verify(self, step: int, progress: Progress | None = None) -> Checkpoint:
         """Return a checkpoint after every byte of it was checked."""
