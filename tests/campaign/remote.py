@@ -136,6 +136,7 @@ class World:
 def _check(world: World, outcome: Outcome, where: str, *, run: str, allowed: set[int], durable: int) -> None:
     """A new machine restores what was durable or something newer, goes on, and nothing foreign is gone."""
     path = world.folder / run / "afterwards"
+    world.proxy.settle()  # what comes in between a look and a save is refused, and this is about what is there
     with outcome.judging(where):
         state = Filled()
         with manager_of(path, state, mirror=world.mirror(run, wait="save"), save_on_exit=False) as manager:
@@ -318,6 +319,7 @@ def _kill_ranks(world: World, outcome: Outcome, choose: random.Random, scale: Sc
         assert signals[rank] == signal.SIGKILL or len(world.proxy.requests) < first + at, "nobody was killed"
         outcome.tried += 1
         durable = max((int(one.name.partition("-")[2]) for one in path.glob("durable-*")), default=0)
+        world.proxy.settle()
         with outcome.judging(f"two ranks: SIGKILL of rank {rank} {when} request {at}"):
             there = max(open_epochs(world.client(run)), default=0)
             assert there >= durable, f"step {durable} was durable, the newest there is {there}"

@@ -66,6 +66,8 @@ class Proxy:
         self.plan: Plan = lambda _: None
         self.requests: list[Request] = []
         self._mutex = threading.Lock()
+        self._under_way = 0
+        self._ended = threading.Condition()
         self._upstream = urlsplit(upstream)
         proxy = self
 
@@ -73,7 +75,8 @@ class Proxy:
             protocol_version = "HTTP/1.1"
 
             def _pass_on(self) -> None:
-                proxy._handle(self)
+                with proxy._counted():
+                    proxy._handle(self)
 
             do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _pass_on  # noqa: N815 - their names there
 
@@ -89,6 +92,22 @@ class Proxy:
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
+
+    def settle(self) -> None:
+        """Wait until every request that came has been passed on; who sent it may be dead for long."""
+        with self._ended:
+            assert self._ended.wait_for(lambda: not self._under_way, timeout=60)
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        with self._ended:
+            self._under_way += 1
+        try:
+            yield
+        finally:
+            with self._ended:
+                self._under_way -= 1
+                self._ended.notify_all()
 
     def _handle(self, handler: BaseHTTPRequestHandler) -> None:
         body = self._body(handler)
