@@ -40,17 +40,34 @@ def mark_guarded(
         by_id: Records by the identity of their tensors, and where these are in them.
         spans: All records.
     """
+    others: list[tuple[str, torch.Tensor]] = []
+    for name, tensor in finite:
+        if tensor.dtype not in _BITS:
+            continue
+        span, view = by_id.get(id(tensor), (None, None))
+        if span is None or view is None or view[2:] != (span.low, span.high) or tensor.nbytes != span.nbytes:
+            others.append((name, tensor))
+        elif span.nbytes and span.guarded is None:  # nearly always: the tensor is all of the record
+            span.guarded = _all_of_it(name, tensor)
+    if others:
+        _mark_joined(others, by_id, spans)
+
+
+def _mark_joined(
+    finite: Iterable[tuple[str, torch.Tensor]], by_id: Mapping[int, tuple[Span, View]], spans: Iterable[Span]
+) -> None:
+    """Note the records that several tensors fill together, and those of tensors that are known by address alone."""
     by_address: dict[int, Span] | None = None  # for tensors made of NumPy arrays, each time anew
     found: dict[Span, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in finite:
-        if tensor.dtype not in _BITS or not is_plain(tensor) or not tensor.numel():
+        if not is_plain(tensor) or not tensor.numel():
             continue
         span, _ = by_id.get(id(tensor), (None, None))
         if span is None:
             if by_address is None:
                 by_address = {one.storage.data_ptr() + one.low: one for one in spans if one.nbytes}
             span = by_address.get(tensor.data_ptr())
-        if span is not None:
+        if span is not None and span.guarded is None:
             found.setdefault(span, []).append((name, tensor))
     for span, tensors in found.items():
         if _fill(span, [tensor for _, tensor in tensors]):
@@ -77,8 +94,12 @@ def _fill(span: Span, tensors: Sequence[torch.Tensor]) -> bool:
 def _guarded(span: Span, tensors: Sequence[tuple[str, torch.Tensor]]) -> Guarded:
     for name, tensor in tensors:
         if tensor.nbytes == span.nbytes:
-            shape = tuple(tensor.size()) if tensor.is_contiguous() else (tensor.numel(),)
-            return Guarded(name, shape, _BITS[tensor.dtype])
+            return _all_of_it(name, tensor)
     first = tensors[0][1]
     names = ", ".join(name for name, _ in tensors[:3])
     return Guarded(names, (span.nbytes // first.element_size(),), _BITS[first.dtype])
+
+
+def _all_of_it(name: str, tensor: torch.Tensor) -> Guarded:
+    shape = tuple(tensor.size()) if tensor.is_contiguous() else (tensor.numel(),)
+    return Guarded(name, shape, _BITS[tensor.dtype])

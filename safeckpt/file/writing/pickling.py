@@ -61,7 +61,6 @@ _KNOWN_KINDS = frozenset(
         torch.layout,
     }
 )
-_NOTHING = (int, ())  # what the first pass puts in the place of a tensor
 
 
 @dataclass(frozen=True)
@@ -91,24 +90,27 @@ def pickle_payload(payload: object, protocol: int = 2, finite: Iterable[tuple[st
     Raises:
         StorageTypeConflictError: Tensors of different dtypes share bytes.
     """
-    first = _Collector()
-    first.dump(payload)
-    first.storages.check_types()
-    mark_guarded(finite, first.spans, first.storages.spans)
-    buffer = io.BytesIO()
-    second = _Pickler(buffer, first, fix_imports=protocol < 3)
-    second.dump(payload)
-    data = buffer.getvalue()
+    # Nearly always every storage is needed as a whole, which is known when the pickle is made. Where one is not, the
+    # pickle is made again, with what is known by then.
+    storages = UsedStorages()
+    pickler = _Pickler(storages, fix_imports=protocol < 3)
+    data = pickler.pickled(payload)
+    storages.check_types()
+    if not storages.are_needed_whole:
+        storages.cut()
+        pickler = _Pickler(storages, pickler, fix_imports=protocol < 3)
+        data = pickler.pickled(payload)
+    mark_guarded(finite, pickler.placed, storages.spans)
     if protocol == 3:
         data = b"\x80\x03" + data[2:]
-    return Pickled(data, second.spans, second.plain)
+    return Pickled(data, pickler.spans, pickler.plain)
 
 
 def used_storages(payload: object) -> UsedStorages:
     """Find every storage that a payload refers to, and the tensors in it."""
-    collector = _Collector()
-    collector.dump(payload)
-    return collector.storages
+    storages = UsedStorages()
+    _Pickler(storages, fix_imports=True).pickled(payload)
+    return storages
 
 
 def _is_simple(tensor: torch.Tensor) -> bool:
@@ -156,38 +158,6 @@ def _rewrite(reduced: Any, change: Callable[[torch.UntypedStorage, View], tuple[
     return function, (storage, offset, size, stride, *rest)
 
 
-class _Collector(pickle.Pickler):
-    """The first pass: walk the payload as the second one will, note every tensor, write nothing of worth.
-
-    Attributes:
-        storages: What was found.
-        spans: The record of every simple tensor and where it begins in memory, by identity. The pickler's own memo
-            holds the tensors.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(io.BytesIO(), protocol=2)
-        self.storages = UsedStorages()
-        self.spans: dict[int, tuple[Span, View]] = {}
-
-    def reducer_override(self, obj: Any) -> Any:
-        kind = type(obj)
-        if (kind is torch.Tensor or kind is torch.nn.Parameter) and _is_simple(obj):
-            view = view_of(obj)
-            self.spans[id(obj)] = self.storages.add(obj.untyped_storage(), view), view
-            return _NOTHING
-        if isinstance(obj, torch.Tensor):
-            return _rewrite(obj.__reduce_ex__(2), self._note)
-        if isinstance(obj, (torch.TypedStorage, torch.UntypedStorage)):
-            self.storages.add(*_of_storage(obj))
-            return _NOTHING
-        return NotImplemented
-
-    def _note(self, storage: torch.UntypedStorage, view: View) -> tuple[Any, int]:
-        self.storages.add(storage, view)
-        return None, 0
-
-
 class _Reference:
     """Stands for a storage in what a tensor reduces to."""
 
@@ -207,18 +177,37 @@ _NO_HOOKS_REDUCED = (OrderedDict, ())
 
 
 class _Pickler(pickle.Pickler):
-    """The second pass: as torch.save pickles, with every tensor at its place in the file."""
+    """Pickles as torch.save does, with every tensor at its place in the file.
 
-    def __init__(self, buffer: io.BytesIO, first: _Collector, *, fix_imports: bool) -> None:
-        super().__init__(buffer, protocol=2, fix_imports=fix_imports)
-        self._first = first  # held whole: its memo keeps the objects alive by whose identity the plan goes
-        self._storages = first.storages
-        self._simple = first.spans
+    Args:
+        storages: Says what that place is, and takes note of the tensors.
+        before: What has pickled the same payload before; it is held, since its memo keeps the objects alive by whose
+            identity their places are known.
+        fix_imports: As for `pickle.Pickler`.
+
+    Attributes:
+        placed: The record of every simple tensor and where it begins in memory, by identity. The pickler's own memo
+            holds the tensors.
+        spans: The records, in the order in which they are first referred to.
+        plain: Whether every class and function so far is one that torch itself allows a safe load to use.
+    """
+
+    def __init__(self, storages: UsedStorages, before: _Pickler | None = None, *, fix_imports: bool) -> None:
+        self._buffer = io.BytesIO()
+        super().__init__(self._buffer, protocol=2, fix_imports=fix_imports)
+        self._before = before
+        self._storages = storages
         self._references: dict[int, _Reference] = {}
         self._types: dict[torch.dtype | None, type] = {None: normalize_storage_type(torch.UntypedStorage)}
         self._locations: dict[torch.device, str] = {}
+        self.placed: dict[int, tuple[Span, View]] = {}
         self.spans: list[Span] = []
         self.plain = True
+
+    def pickled(self, payload: object) -> bytes:
+        """Return the pickle of a payload."""
+        self.dump(payload)
+        return self._buffer.getvalue()
 
     def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
         kind = type(obj)
@@ -232,29 +221,17 @@ class _Pickler(pickle.Pickler):
         kind = type(obj)
         if kind is _NoHooks:
             return _NO_HOOKS_REDUCED
-        if kind is torch.Tensor:
-            placed = self._simple.get(id(obj))
-            if placed is None and _is_simple(obj):  # made anew each time it is asked for
-                view = view_of(obj)
-                placed = self._storages.place(obj.untyped_storage(), view)[0], view
-            if placed is not None:
-                span, view = placed
-                args = (
-                    self._refer(span),
-                    span.offset_of(view),
-                    tuple(obj.size()),
-                    obj.stride(),
-                    obj.requires_grad,
-                    _NoHooks(),
-                )
-                return rebuild_tensor_v2, args
-        elif kind is torch.nn.Parameter:
-            placed = self._simple.get(id(obj))
-            if placed is not None or _is_simple(obj):
-                data = obj.data
-                if placed is not None:
-                    self._simple[id(data)] = placed
-                return rebuild_parameter, (data, obj.requires_grad, _NoHooks())
+        if kind is torch.Tensor and _is_simple(obj):
+            view = view_of(obj)
+            span, offset = self._storages.place(obj.untyped_storage(), view)
+            self.placed[id(obj)] = span, view
+            args = (self._refer(span), offset, tuple(obj.size()), obj.stride(), obj.requires_grad, _NoHooks())
+            return rebuild_tensor_v2, args
+        if kind is torch.nn.Parameter and _is_simple(obj):
+            data = obj.data
+            view = view_of(data)
+            self.placed[id(obj)] = self._storages.place(data.untyped_storage(), view)[0], view
+            return rebuild_parameter, (data, obj.requires_grad, _NoHooks())
         if isinstance(obj, torch.Tensor):
             self.plain = self.plain and (kind is torch.Tensor or kind is torch.nn.Parameter)
             return _rewrite(obj.__reduce_ex__(2), self._place)

@@ -73,6 +73,8 @@ def view_of(tensor: torch.Tensor) -> View:
 class Span:
     """One record to be: the bytes of a storage that all tensors of one type in it need.
 
+    Until it is `cut` it is taken to be all of the storage, as it nearly always is.
+
     Attributes:
         storage: The storage.
         dtype: Element type by which the file calls it; None for bytes.
@@ -83,21 +85,28 @@ class Span:
         guarded: The tensor that the record is all of, when it has to be finite.
     """
 
-    __slots__ = ("_unit", "dtype", "guarded", "high", "key", "low", "storage", "views")
+    __slots__ = ("_needed", "_unit", "dtype", "guarded", "high", "key", "low", "storage", "views")
 
     def __init__(self, storage: torch.UntypedStorage, dtype: torch.dtype | None) -> None:
         self.storage = storage
         self.dtype = dtype
-        self.low = self.high = 0
+        self.low = 0
+        self.high = storage.nbytes()
         self.views: list[View] = []
         self.key: str | None = None
         self.guarded: Guarded | None = None
+        self._needed = (0, 0)
         self._unit = 1
 
     @property
     def nbytes(self) -> int:
         """Length in bytes."""
         return self.high - self.low
+
+    @property
+    def is_needed_whole(self) -> bool:
+        """Whether the tensors so far need what the record is now."""
+        return self._needed == (self.low, self.high)
 
     def add(self, view: View) -> None:
         """Take note of a tensor."""
@@ -106,11 +115,15 @@ class Span:
         if low == high:
             return
         self._unit = max(self._unit, itemsize)
-        if self.low == self.high:
-            self.low, self.high = low, high
-        else:
-            self.low, self.high = min(self.low, low), max(self.high, high)
-        self.low -= self.low % self._unit  # the widths of newer dtypes differ: start where all of them can count from
+        if self._needed[0] != self._needed[1]:
+            low, high = min(self._needed[0], low), max(self._needed[1], high)
+        low -= low % self._unit  # the widths of newer dtypes differ: start where all of them can count from
+        self._needed = (low, high)
+
+    def cut(self) -> None:
+        """Be no more than what the tensors need, and have no name any more."""
+        self.low, self.high = self._needed
+        self.key = None
 
     def offset_of(self, view: View) -> int | None:
         """Return at which of its own elements a tensor begins in the record, None when it is not all in there."""
@@ -177,30 +190,36 @@ class UsedStorages:
 
     def __init__(self) -> None:
         self._spans: dict[tuple[int, torch.dtype | None], Span] = {}
+        self._is_cut = False
 
     @property
     def spans(self) -> Iterable[Span]:
         """The records so far."""
         return self._spans.values()
 
-    def add(self, storage: torch.UntypedStorage, view: View) -> Span:
-        """Take note of a tensor, and return the record that it will be found in."""
-        key = (id(storage), view.dtype)
-        span = self._spans.get(key)
-        if span is None:
-            span = self._spans[key] = Span(storage, view.dtype)
-        span.add(view)
-        return span
+    @property
+    def are_needed_whole(self) -> bool:
+        """Whether every record is what the tensors so far need."""
+        return all(span.is_needed_whole for span in self._spans.values())
+
+    def cut(self) -> None:
+        """Let every record be no more than what the tensors so far need."""
+        self._is_cut = True
+        for span in self._spans.values():
+            span.cut()
 
     def place(self, storage: torch.UntypedStorage, view: View) -> tuple[Span, int]:
         """Return where a tensor is found: its record, and at which element it begins there."""
-        span = self._spans.get((id(storage), view.dtype))
+        key = (id(storage), view.dtype)
+        span = self._spans.get(key)
         offset = None if span is None else span.offset_of(view)
         if span is None or offset is None:
-            # A tensor that was not there a moment ago: something makes it anew each time it is pickled.
-            span = self._spans[id(storage), view.dtype] = Span(storage, view.dtype)
-            span.add(View(view.dtype, 1, 0, storage.nbytes()))
+            # When the records are cut, a tensor that was not there a moment ago: something makes it anew each time it
+            # is pickled.
+            span = self._spans[key] = Span(storage, view.dtype)
             offset = view.low // view.itemsize
+        if not self._is_cut:
+            span.add(view)
         return span, offset
 
     def check_types(self) -> None:
