@@ -30,11 +30,12 @@ if TYPE_CHECKING:
 
     from safeckpt.file.archive import Buffer
 
-__all__ = ["CHUNK_BYTES", "ChunkDigest", "CrcPool", "CrcTask", "Look", "combine", "digest_of"]
+__all__ = ["CHUNK_BYTES", "COMBINED_BYTES", "ChunkDigest", "CrcPool", "CrcTask", "Look", "combine", "digest_of"]
 
 Look: TypeAlias = Callable[[int, memoryview], None]
 
 CHUNK_BYTES = 4 << 20  # part of the format: the trailer names it
+COMBINED_BYTES = 16 << 10
 
 _COPIED_BYTES = 256 << 10  # between a copy and its checksum: both ends of it stay in the cache
 
@@ -65,7 +66,6 @@ def _powers(byte_index: int) -> tuple[int, ...]:
     return tuple(table)
 
 
-@lru_cache(maxsize=4096)
 def _shift(length: int) -> int:
     """Return the factor that appends ``length`` zero bytes: x**(8 * length)."""
     factor = _ONE
@@ -78,14 +78,36 @@ def _shift(length: int) -> int:
     return factor
 
 
+@lru_cache(maxsize=1024)
+def _shift_tables(length: int) -> tuple[tuple[int, ...], ...]:
+    """Return, for each 4 bits of a CRC-32, lowest first, what their 16 values become times that factor.
+
+    The lengths of a state's pieces are the same at every save, so that a product costs eight look-ups.
+    """
+    products = [_shift(length)]  # of the bits, highest first, which is x**0
+    for _ in range(31):
+        last = products[-1]
+        products.append((last >> 1) ^ _POLYNOMIAL if last & 1 else last >> 1)
+    products.reverse()
+    tables = []
+    for low in range(0, 32, 4):
+        table = [0]
+        for product in products[low : low + 4]:
+            table += [entry ^ product for entry in table]
+        tables.append(tuple(table))
+    return tuple(tables)
+
+
 def combine(first: int, second: int, second_length: int) -> int:
     """Return the CRC-32 of two pieces joined, from the CRC-32 of each and the length of the second.
 
-    Cost: about 15 us, whatever the lengths; below some 32 KiB it is cheaper to read the bytes again.
+    Cost: 0.6 us, and 20 us at the first time for a length; below `COMBINED_BYTES` it is cheaper to read the bytes.
     """
     if not first:  # also the CRC of nothing
         return second
-    return _multiply(_shift(second_length), first) ^ second
+    a, b, c, d, e, f, g, h = _shift_tables(second_length)
+    low = a[first & 15] ^ b[first >> 4 & 15] ^ c[first >> 8 & 15] ^ d[first >> 12 & 15]
+    return low ^ e[first >> 16 & 15] ^ f[first >> 20 & 15] ^ g[first >> 24 & 15] ^ h[first >> 28] ^ second
 
 
 def digest_of(chunk_crcs: Iterable[int], size_bytes: int) -> str:
@@ -106,8 +128,15 @@ class ChunkDigest:
         """Return how many bytes fit into the chunk that is being filled."""
         return CHUNK_BYTES - self.size_bytes % CHUNK_BYTES
 
-    def add(self, data: Buffer) -> None:
-        """Take in bytes of any length."""
+    def add(self, data: Buffer, crc: int | None = None) -> None:
+        """Take in bytes of any length, whose CRC-32 may be at hand."""
+        length = len(data)
+        if length <= self.room():
+            if crc is None or length < COMBINED_BYTES:
+                self._advance(crc32(data, self._crc), length)
+            else:
+                self._advance(combine(self._crc, crc, length), length)
+            return
         view = memoryview(data)
         while len(view) > 0:
             piece = view[: self.room()]

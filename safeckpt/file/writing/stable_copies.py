@@ -53,7 +53,7 @@ class Memory(Protocol):
 
 Content: TypeAlias = bytes | Memory
 
-SMALL_BYTES = 64 << 10  # below this, copying into one buffer is cheaper than a system call and a thread
+SMALL_BYTES = 256 << 10  # below this, copying into one buffer is cheaper than a system call and a thread
 _PIECE_BYTES = 1 << 20  # divides CHUNK_BYTES
 _MOST_AHEAD = 3  # pieces: one is written, two are copied and checksummed; more would not stay in the cache
 

@@ -183,14 +183,15 @@ class _Writer:
         self._sent_bytes = 0
         self._f = f
         self._pool = pool
-        self._small = bytearray()
+        self._small: list[bytes] = []  # not written yet, and in the digest already
+        self._small_bytes = 0
         self._digest = ChunkDigest()
         self._offsets: list[int] = []
 
     def archive(self, entries: Sequence[Entry], contents: Sequence[Content], *, comment_bytes: int) -> None:
         """Write the records, the last of which is the serialization id, and the tables."""
-        self._small += bytes(-(self._digest.size_bytes + len(self._small)) % ALIGNMENT_BYTES)
-        start = self._digest.size_bytes + len(self._small)
+        self._put(bytes(-self._digest.size_bytes % ALIGNMENT_BYTES))
+        start = self._digest.size_bytes
         self._offsets.append(start)
         records = list(zip(entries, contents, strict=False))
         copies = StableCopies(self._pool, records, start)
@@ -206,7 +207,7 @@ class _Writer:
         second_look.finish()
         self._small_record(entries[-1], _serialization_id(entries))
         directory = archive.central_directory(entries)
-        directory_offset = self._digest.size_bytes + len(self._small) - start
+        directory_offset = self._digest.size_bytes - start
         self._put(directory)
         self._put(archive.end_of_archive(len(entries), directory_offset, len(directory), comment_bytes))
 
@@ -221,7 +222,9 @@ class _Writer:
 
     def _small_record(self, entry: Entry, data: bytes) -> None:
         entry.crc = crc32(data)
-        self._put(archive.local_header(entry) + data + archive.descriptor(entry))
+        self._put(archive.local_header(entry))
+        self._put(data, entry.crc)
+        self._put(archive.descriptor(entry))
 
     def _large_record(self, entry: Entry, copies: StableCopies) -> None:
         self._put(archive.local_header(entry))
@@ -236,16 +239,18 @@ class _Writer:
             entry.crc = combine(entry.crc, crc, len(piece))
         self._put(archive.descriptor(entry))
 
-    def _put(self, data: Buffer) -> None:
-        self._small += data
-        if len(self._small) >= _JOINED_BYTES:
+    def _put(self, data: bytes, crc: int | None = None) -> None:
+        """Have bytes written, together with what comes before and after them; their CRC-32 may be at hand."""
+        self._digest.add(data, crc)
+        self._small.append(data)
+        self._small_bytes += len(data)
+        if self._small_bytes >= _JOINED_BYTES:
             self._flush()
 
     def _flush(self) -> None:
         if self._small:
-            data, self._small = self._small, bytearray()
-            self._digest.add(data)
-            self._send(data)
+            small, self._small, self._small_bytes = self._small, [], 0
+            self._send(b"".join(small))
 
     def _send(self, data: Buffer) -> None:
         """Write all of it: a raw file may take less than it is given."""
@@ -264,7 +269,5 @@ class _Writer:
 
 def _serialization_id(entries: Sequence[Entry]) -> bytes:
     """Return 40 digits that depend on names and data, as torch's do; torch logs them and checks nothing."""
-    digest = hashlib.sha256()
-    for entry in entries[:-1]:
-        digest.update(b"%s\0%d\0%08x\n" % (entry.name, entry.size, entry.crc))
-    return b"%0*d" % (ID_BYTES, int.from_bytes(digest.digest(), "big") % 10**ID_BYTES)
+    lines = b"".join([b"%s\0%d\0%08x\n" % (entry.name, entry.size, entry.crc) for entry in entries[:-1]])
+    return b"%0*d" % (ID_BYTES, int.from_bytes(hashlib.sha256(lines).digest(), "big") % 10**ID_BYTES)
