@@ -57,17 +57,28 @@ def nonfinite(
     entries: list[tuple[str, torch.Tensor]] = []
     groups: dict[tuple[torch.device, torch.dtype], tuple[list[int], list[torch.Tensor]]] = {}
     with torch.no_grad():
-        for given in named:
-            for entry in (given,) if is_plain(given[1]) else _entries(*given):
-                values = _values(*entry)
-                if values is not None:
-                    numbers, members = groups.setdefault((values.device, values.dtype), ([], []))
-                    numbers.append(len(entries))
-                    members.append(values)
-                    entries.append(entry)
+        for entry, values in _examined(named):
+            numbers, members = groups.setdefault((values.device, values.dtype), ([], []))
+            numbers.append(len(entries))
+            members.append(values)
+            entries.append(entry)
         candidates = [numbers[index] for numbers, members in groups.values() for index in _candidates(members, release)]
         found = [(_report(*entries[number]), entries[number][1]) for number in sorted(candidates)]
     return [(report, tensor) for report, tensor in found if report is not None]
+
+
+def _examined(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[tuple[str, torch.Tensor], torch.Tensor]]:
+    """Yield what can hold NaN or Inf, by name, and the values behind it."""
+    for given in named:
+        tensor = given[1]
+        if is_plain(tensor) and tensor.dtype in _NATIVE:  # nearly always
+            if tensor.numel():
+                yield given, tensor
+            continue
+        for entry in (given,) if is_plain(tensor) else _entries(*given):
+            values = _values(*entry)
+            if values is not None:
+                yield entry, values
 
 
 def _entries(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -107,7 +107,9 @@ class _SizeReader(pickle.Unpickler):
     def _tensor(self, storage: Any, offset: int, size: Any, stride: Any, *_: Any) -> _Tensor:
         key, nbytes, itemsize = storage
         if 0 not in size:
-            last = offset + sum((extent - 1) * step for extent, step in zip(size, stride, strict=True))
+            last = offset
+            for extent, step in zip(size, stride, strict=True):
+                last += (extent - 1) * step
             if (last + 1) * itemsize > nbytes:
                 raise _unreadable(f"a tensor needs {(last + 1) * itemsize} bytes of data/{key}, which has {nbytes}")
         return _TENSOR
