@@ -8,7 +8,7 @@ import torch
 import safeckpt
 from safeckpt.errors import UnsavableStateError
 from safeckpt.file import encode, open_file, prepare
-from safeckpt.file.writing import write
+from safeckpt.file.writing import prepare as preparing
 from safeckpt.store import disk
 from tests.file.states import NAMES, corpus
 
@@ -58,14 +58,14 @@ def test_file_that_is_too_short_is_noticed(kept):
 
 def test_tensor_that_does_not_fit_its_record_is_noticed(monkeypatch):
     """A mistake of our own in laying a file out is found before the file replaces a good one."""
-    real = write.pickle_payload
+    real = preparing.pickle_payload
 
     def cut(*args):
         pickled = real(*args)
         pickled.spans[0].high -= 4
         return pickled
 
-    monkeypatch.setattr(write, "pickle_payload", cut)
+    monkeypatch.setattr(preparing, "pickle_payload", cut)
     prepared = prepare(encode({"w": torch.ones(3)}))
     with pytest.raises(UnsavableStateError, match=r"a tensor needs 12 bytes of data/0"):
         prepared.check(written_with(prepared))
