@@ -13,7 +13,7 @@ import os
 import signal
 import warnings
 from multiprocessing import forkserver
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -100,7 +100,10 @@ class Child:
         return self._process.pid
 
     def receive(self) -> Any:
-        """Return what the child sent; EOFError when it is dead."""
+        """Return what the child sent; EOFError when it is dead, whoever else has its end of the connection still."""
+        wait([self.connection, self._process.sentinel])
+        if not self.connection.poll():
+            raise EOFError
         try:
             return self.connection.recv()
         except OSError:  # also in the middle of a message
