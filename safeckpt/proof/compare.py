@@ -194,6 +194,8 @@ def findings(straight: Record, resumed: Record, kill_at: int, index: int | None,
     """
 
     def at(step: int, side: str, details: Mapping[str, str] = {}) -> list[Difference]:
+        if step not in straight.moments or step not in resumed.moments:
+            return []  # a whole run is looked at behind its steps, and not at the restore
         a, b = (getattr(record.moments[step], side) for record in (straight, resumed))
         different = [name for name in _different(a, b) if name not in skip]
         return sorted((_difference(name, a, b, step, details.get(name, "")) for name in different), key=_rank)

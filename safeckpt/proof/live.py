@@ -42,7 +42,10 @@ _DEEPEST = 6
 _MOST_ARRAY_BYTES = 1 << 22  # NumPy arrays do not tell whether they were written to, so each is read at every step
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, np.generic, itertools.count)
 _OWN_OF_MODULE = frozenset(vars(nn.Module()))
-_LIBRARIES = frozenset({"torch", "numpy", "safeckpt", "matplotlib", "_pytest", "pytest"}) | sys.stdlib_module_names
+_LIBRARIES = sys.stdlib_module_names | {
+    "torch", "numpy", "safeckpt", "matplotlib", "_pytest", "pytest", "accelerate", "datasets", "ignite", "lightning",
+    "torchmetrics", "transformers", "trl",
+}  # fmt: skip
 _Read = tuple[weakref.ref[torch.Tensor], tuple[Any, ...], Leaf]  # a tensor, what its last write was, and its leaf
 _CAPTURED_WHOLE = (LRScheduler, torch.amp.GradScaler, *GeneratorComponent.types)
 _CODE = (type, types.ModuleType, types.FunctionType)

@@ -10,7 +10,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ import torch
 from safeckpt.proof.compare import findings, first_difference, first_index, relative_difference, volatile
 from safeckpt.proof.report import KillReport, ResumeReport
 from safeckpt.proof.runs import KILLED, RESUMED, STRAIGHT, Build, Job, Record, Restore, TrainStep, run
+from safeckpt.proof.training import Train
 from safeckpt.proof.workers import Functions, Worker, importing
 from safeckpt.state.random_streams import RngStreams
 from safeckpt.system.arguments import checked_int
@@ -28,9 +29,37 @@ _RNG = "rng"
 _TORCH_SEED = 67280421310721  # of a new process, c10::detail::getNonDeterministicRandom's fixed fallback
 
 
+@overload
 def prove_resume(
     build: Build,
     train_step: TrainStep,
+    *,
+    steps: int = 20,
+    kill_at: int | Sequence[int] = 10,
+    repeats: int = 2,
+    ablations: bool = False,
+    restore: Restore | None = None,
+    manager_options: Mapping[str, Any] | None = None,
+    in_process: bool | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> ResumeReport: ...
+
+
+@overload
+def prove_resume(
+    train: Train,
+    /,
+    *,
+    steps: int = 20,
+    kill_at: int | Sequence[int] = 10,
+    repeats: int = 2,
+    progress: Callable[[str], None] | None = None,
+) -> ResumeReport: ...
+
+
+def prove_resume(
+    build: Build | Train,
+    train_step: TrainStep | None = None,
     *,
     steps: int = 20,
     kill_at: int | Sequence[int] = 10,
@@ -52,11 +81,18 @@ def prove_resume(
     A fresh process finds `build` and `train_step` by their names. Closures, lambdas and functions of a notebook have
     none: then all runs are made in this process, one after the other, without a real kill, and the report says so.
 
+    A run whose loop is a trainer's, or your own with a manager of its own, is given as one function,
+    `prove_resume(train)`: `train(directory)` seeds, makes everything, and trains with its checkpoints in that
+    directory, as your script does, with its own schedule, callbacks and evaluations. The losses that `end_step` gets
+    are compared, and all that a checkpoint holds. Each process ends behind the last step that is compared, so the run
+    itself may be much longer. A checkpoint is saved at `kill_at`, besides those that the run saves by itself.
+
     Args:
-        build: Makes the components as at process start, seeds what it draws from, and returns them by name.
+        build: Makes the components as at process start, seeds what it draws from, and returns them by name. Without
+            `train_step`: `train(directory)`, which trains a whole run.
         train_step: Does one step with what `build` returned and returns its loss, a number or a dict or list of them.
-        steps: Length of the run, 1 or more.
-        kill_at: Steps completed at the save, 0 to `steps` - 1; several for one kill each.
+        steps: Length of the run, 1 or more; of a whole run that is longer, what is looked at.
+        kill_at: Steps completed at the save, 0 (for a whole run 1) to `steps` - 1; several for one kill each.
         repeats: How often the run is made straight through. 1 makes the proof cheaper and blind for a run that is
             not deterministic after `kill_at`.
         ablations: Also leave out one component at a time at the restore, and report at which step that first shows.
@@ -70,7 +106,8 @@ def prove_resume(
         The report. `report.assert_exact()` makes a test of it.
 
     Raises:
-        ValueError: An argument is out of range, or fresh processes were insisted on and are not possible.
+        ValueError: An argument is out of range, or fresh processes were insisted on and are not possible; a whole run
+            always needs them.
         ProofError: A process died before its run was done.
         BaseException: What `build`, `train_step`, `restore` or a save raised.
 
@@ -98,14 +135,17 @@ def prove_resume(
             f"prove_resume() was called while a new process of the proof imported {file}: put the call under "
             '`if __name__ == "__main__":`'
         )
-    kills = _checked(steps, kill_at, repeats)
+    kills = _checked(steps, kill_at, repeats, least=0 if train_step else 1)
+    if train_step is None:
+        _refuse_of_steps(restore=restore, manager_options=manager_options, in_process=in_process, ablations=ablations)
+        in_process = False
     functions = Functions.of((build, train_step, restore)) if in_process is not True else "it was asked for"
     if isinstance(functions, str) and in_process is False:
-        raise ValueError(f"in_process=False, but {functions}")
+        raise ValueError(f"the runs need processes of their own, but {functions}")
     with tempfile.TemporaryDirectory(prefix="safeckpt-proof-") as folder:
         runner: _Runner
         if isinstance(functions, str):
-            runner = _ThisProcess((build, train_step, restore))
+            runner = _ThisProcess((build, train_step, restore))  # type: ignore[arg-type]  # a build, with a train_step
         else:
             runner = _FreshProcesses(functions, Path(folder))
         proof = _Proof(runner, Path(folder), steps, dict(manager_options or {}), progress or (lambda _: None))
@@ -115,15 +155,26 @@ def prove_resume(
             runner.close()
 
 
-def _checked(steps: int, kill_at: int | Sequence[int], repeats: int) -> list[int]:
+def _refuse_of_steps(**options: Any) -> None:
+    """Refuse options that are of no meaning for a function that trains a whole run."""
+    if given := [name for name, value in options.items() if value]:
+        raise ValueError(
+            f"{' and '.join(given)} cannot be had from prove_resume(train): the function makes its manager itself, in "
+            "a process of its own. For these give build and train_step"
+        )
+
+
+def _checked(steps: int, kill_at: int | Sequence[int], repeats: int, *, least: int) -> list[int]:
     for name, value in (("steps", steps), ("repeats", repeats)):
         checked_int(name, value, least=1)
     kills = list(kill_at) if isinstance(kill_at, Sequence) else [kill_at]
     if not kills:
         raise ValueError("kill_at is empty: give at least one step")
     for kill in kills:
-        if isinstance(kill, bool) or not hasattr(kill, "__index__") or not 0 <= kill < steps:
-            raise ValueError(f"kill_at must be an int from 0 to steps - 1 = {steps - 1}, or several; got {kill!r}")
+        if isinstance(kill, bool) or not hasattr(kill, "__index__") or not least <= kill < steps:
+            raise ValueError(
+                f"kill_at must be an int from {least} to steps - 1 = {steps - 1}, or several; got {kill!r}"
+            )
     return [operator.index(kill) for kill in kills]
 
 
@@ -207,7 +258,10 @@ class _Proof:
 
     def make(self, kills: list[int], repeats: int, in_process: str | None, *, ablations: bool) -> ResumeReport:
         self._runner.left = repeats + 2 * len(kills)
-        straight = [self._do(STRAIGHT, 0, f"straight run {number + 1} of {repeats}") for number in range(repeats)]
+        straight = [
+            self._do(STRAIGHT, 0, f"straight run {number + 1} of {repeats}", folder=f"straight-{number}")
+            for number in range(repeats)
+        ]
         pairs = [(kill, self._do(KILLED, kill), self._do(RESUMED, kill)) for kill in kills]
         undisturbed = [*straight, *(killed for _, killed, _ in pairs)]
         skip = volatile(undisturbed)
@@ -217,7 +271,7 @@ class _Proof:
         first = straight[0]
         unimportant = sorted(name for name in skip if any(name in moment.captured for moment in first.moments.values()))
         report = ResumeReport(
-            steps=self._steps,
+            steps=len(first.losses),
             straight=first.losses,
             kills=reports,
             deterministic=deterministic,
@@ -240,18 +294,25 @@ class _Proof:
         return self._with_ablations(report, kills[0]) if ablations else report
 
     def _do(
-        self, kind: str, kill: int, what: str = "", leave_out: str | None = None, *, may_fail: bool = False
+        self,
+        kind: str,
+        kill: int,
+        what: str = "",
+        leave_out: str | None = None,
+        *,
+        folder: str | None = None,
+        may_fail: bool = False,
     ) -> Record:
         self._progress(
             what or {KILLED: f"run to be killed after step {kill}", RESUMED: f"resume after step {kill}"}[kind]
         )
-        job = Job(kind, self._steps, kill, str(self._folder / f"kill-{kill}"), leave_out, self._options)
+        job = Job(kind, self._steps, kill, str(self._folder / (folder or f"kill-{kill}")), leave_out, self._options)
         return self._runner.do(job, may_fail=may_fail)
 
     def _kill_report(self, straight: Record, resumed: Record, kill: int, skip: set[str]) -> KillReport:
-        tail = straight.losses[kill:]
-        found = findings(straight, resumed, kill, first_index(tail, resumed.losses), skip)
-        return KillReport(kill, tail, resumed.losses, found)
+        tail, rest = _same_length(straight.losses[kill:], resumed.losses)
+        found = findings(straight, resumed, kill, first_index(tail, rest), skip)
+        return KillReport(kill, tail, rest, found)
 
     def _with_ablations(self, report: ResumeReport, kill: int) -> ResumeReport:
         """Leave out one component at a time; pointless when the whole is not exact already."""
@@ -271,6 +332,12 @@ class _Proof:
                 notes.append(f"without {name} the run ends in {record.error}")
             shows[name] = index
         return dataclasses.replace(report, ablations=shows, notes=notes)
+
+
+def _same_length(straight: list[Any], resumed: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Return both with None in the place of each step that one of them has not: whole runs may end of themselves."""
+    most = max(len(straight), len(resumed))
+    return [*straight, *[None] * (most - len(straight))], [*resumed, *[None] * (most - len(resumed))]
 
 
 def _loss_differences(records: Sequence[Record]) -> list[float]:

@@ -21,8 +21,9 @@ from safeckpt.state.component import Captured, has_attribute
 from safeckpt.state.environment import environment
 from safeckpt.state.loss import Loss
 from safeckpt.state.run_state import RESERVED_KEY
+from safeckpt.state.wrappers import unwrapped
 
-__all__ = ["KILLED", "RESUMED", "STRAIGHT", "Job", "Moment", "Record", "Restore", "run"]
+__all__ = ["KILLED", "RESUMED", "STRAIGHT", "Build", "Job", "Moment", "Record", "Restore", "TrainStep", "run"]
 
 STRAIGHT = "straight"
 KILLED = "killed"
@@ -41,7 +42,7 @@ class Job:
         kind: `STRAIGHT`, `KILLED` (stops after the save) or `RESUMED`.
         steps: Steps of the whole run.
         kill_at: Steps completed at the save; of no meaning in a straight run.
-        directory: Where the checkpoint is or will be.
+        directory: Where the checkpoint is or will be, for each straight run another one.
         leave_out: Component, or "rng", that is not restored.
         options: Arguments of the manager.
     """
@@ -124,8 +125,9 @@ class _Run:
         self._record = record
         self._given = build()
         self._components = register(self._given)
-        self._loaders = [obj for obj in self._given.values() if has_attribute(obj, "expect_end_step")]
-        self._live = LiveObjects(dict(self._given), (build, train_step))
+        objects = unwrapped(self._given)
+        self._loaders = [obj for obj in objects.values() if has_attribute(obj, "expect_end_step")]
+        self._live = LiveObjects(objects, (build, train_step))
         record.components = list(self._components)
 
     def do(self, restore: Restore | None) -> CheckpointManager | None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import importlib
 import os
 import pickle
 import pickletools
-import signal
 import subprocess
 import sys
 import tempfile
@@ -27,6 +27,7 @@ from typing import IO, Any
 from safeckpt.errors import ProofError
 from safeckpt.proof.live import MAIN_AGAIN
 from safeckpt.proof.runs import KILLED, Job, Record, run
+from safeckpt.proof.training import kill, watch_training
 
 __all__ = ["Functions", "Worker", "importing", "main"]
 
@@ -208,15 +209,20 @@ def main() -> None:
         return
     job, functions, record_path = pickle.loads(data)
     record = Record()
+    leave = functools.partial(_leave, record_path, (record, None, ""))
+    manager = None
     try:
         build, train_step, restore = functions.load()
-        manager = run(job, build, train_step, restore, record)
+        if train_step is None:
+            watch_training(job, build, record, leave)
+        else:
+            manager = run(job, build, train_step, restore, record)
     except BaseException as error:
         _leave(record_path, (record, _pickled(error), traceback.format_exc()))
         raise
-    _leave(record_path, (record, None, ""))
+    leave()
     if manager is not None:
-        os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))  # SIGTERM is as abrupt on Windows
+        kill()
 
 
 def _leave(path: str, outcome: tuple[Record, bytes | None, str]) -> None:

@@ -53,6 +53,7 @@ from safeckpt.run.background import BackgroundWriter
 from safeckpt.run.capturing import Capturer, Draft
 from safeckpt.run.catalog import Checkpoint
 from safeckpt.run.comparing import holds
+from safeckpt.run.observing import tell_committed
 from safeckpt.run.pruning import Pruning
 from safeckpt.run.run import Run
 from safeckpt.run.run_directory import Place
@@ -549,6 +550,7 @@ class Saver:
         self._pruning.prune(checkpoint.step)
         if self._on_commit is not None:
             self._on_commit(checkpoint)
+        tell_committed(run, checkpoint.step)
         return checkpoint
 
     def _mirror(self, group: Group, what: str, step: int) -> None:

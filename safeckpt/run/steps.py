@@ -22,6 +22,7 @@ from safeckpt.errors import REFUSALS, SafeckptError, SafeckptWarning
 from safeckpt.run.arguments import checked_metrics, checked_step
 from safeckpt.run.capturing import Capturer
 from safeckpt.run.catalog import Checkpoint
+from safeckpt.run.observing import tell_ended, wants_checkpoint
 from safeckpt.run.run import Run
 from safeckpt.run.saving import Saver
 from safeckpt.run.stream_watch import StreamWatch
@@ -241,8 +242,9 @@ class Steps:
         else:
             value = self._take_loss(step, loss, metrics)
             self._agreed_to_stop = self._is_asked_to_stop()  # a group of one agrees with itself
-            is_due = run.timeline.is_due(step) or self._agreed_to_stop
+            is_due = run.timeline.is_due(step) or self._agreed_to_stop or wants_checkpoint(step)
         ended = _Ended(step, value, metrics, self._capturer.optimizer_steps)
+        tell_ended(run, step, value)
         if is_due and save:
             try:
                 checkpoint = self._save(step, value, metrics)

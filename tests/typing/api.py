@@ -57,6 +57,12 @@ with safeckpt.CheckpointManager(
     assert_type(manager.stop_requested, bool)
     manager.wait()
 
+
+def train(directory: Path) -> None: ...
+
+
+assert_type(safeckpt.prove_resume(train, steps=4, kill_at=[2]), safeckpt.ResumeReport)
+
 try:
     manager.save(3)
 except safeckpt.NonFiniteError as error:
