@@ -92,6 +92,23 @@ def _check_names(components: Mapping[str, Any]) -> None:
         seen[one] = name
 
 
+# By the name of the class, since nothing of these is imported here.
+_IN_PIECES = {
+    "FullyShardedDataParallel": (
+        " (FSDP1), which cuts parameters and moments into flat pieces, another one on each rank. Use "
+        "torch.distributed.fsdp.fully_shard (FSDP2), whose parameters keep their names"
+    ),
+    "ZeroRedundancyOptimizer": (
+        ", which keeps a part of the moments on each rank and has the whole on one of them only. Use "
+        "fully_shard(model) with a plain optimizer, which shards the moments as well"
+    ),
+} | dict.fromkeys(
+    ("DeepSpeedEngine", "DeepSpeedOptimizer", "DeepSpeedOptimizerWrapper", "MegatronModule", "MegatronOptimizer"),
+    ", which keeps weights and moments in pieces of its own that only its own checkpoints put together. Use "
+    "fully_shard(model) (FSDP2) with a plain optimizer, or those checkpoints",
+)
+
+
 def _refuse_hidden_parts(name: str, obj: Any) -> None:
     """Refuse what keeps its state in pieces on each rank that no name tells apart.
 
@@ -99,19 +116,9 @@ def _refuse_hidden_parts(name: str, obj: Any) -> None:
         TypeError: It does.
     """
     for one in obj.modules() if isinstance(obj, nn.Module) else (obj,):
-        kinds = {kind.__name__ for kind in type(one).__mro__}
-        if "FullyShardedDataParallel" in kinds:
-            raise TypeError(
-                f"{name!r} holds a FullyShardedDataParallel (FSDP1), which cuts parameters and moments into flat "
-                "pieces, another one on each rank. Use torch.distributed.fsdp.fully_shard (FSDP2), whose parameters "
-                "keep their names"
-            )
-        if "ZeroRedundancyOptimizer" in kinds:
-            raise TypeError(
-                f"{name!r} is a ZeroRedundancyOptimizer, which keeps a part of the moments on each rank and has the "
-                "whole on one of them only. Use fully_shard(model) with a plain optimizer, which shards the moments as "
-                "well"
-            )
+        for kind in type(one).__mro__:
+            if kind.__name__ in _IN_PIECES:
+                raise TypeError(f"{name!r} holds a {kind.__name__}{_IN_PIECES[kind.__name__]}")
     if isinstance(obj, Optimizer) and not is_initialized(obj):
         raise TypeError(
             f"{name!r} is a {class_name(obj)}, which does not call Optimizer.__init__; register the optimizer inside it"

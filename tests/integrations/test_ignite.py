@@ -355,6 +355,17 @@ def test_deterministic_engine_is_refused(tmp_path):
         Run(tmp_path, engine=DeterministicEngine)
 
 
+@pytest.mark.parametrize("name", ["FullyShardedDataParallel", "DeepSpeedEngine", "MegatronModule"])
+def test_model_in_pieces_of_its_own_is_refused(tmp_path, name):
+    """FSDP1, DeepSpeed and Megatron-LM are named, before anything is trained."""
+    run = Run(tmp_path, attached=False)
+    run.components["model"] = type(name, (torch.nn.Linear,), {})(1, 1)
+    attach(run.trainer, tmp_path, run.components, save_every=1)
+    with pytest.raises(TypeError, match=f"'model' holds a {name}"):
+        run.train()
+    assert not run.batches
+
+
 def test_second_attachment_is_refused(tmp_path):
     """A step would be saved twice."""
     run = Run(tmp_path)

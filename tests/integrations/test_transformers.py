@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tests.integrations import harness
 
 transformers = pytest.importorskip("transformers", reason='needs the extra: pip install "safeckpt[transformers]"')
 
+from accelerate.utils import DistributedType  # noqa: E402
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
 from safeckpt.integrations.transformers import safe  # noqa: E402
@@ -89,6 +91,17 @@ def test_rollback_leaves_the_batch_out_and_goes_on(tmp_path, caplog):
     assert trainer.state.global_step == harness.STEPS - 1
 
 
+def test_rollback_leaves_out_all_batches_of_an_accumulated_step(tmp_path):
+    """Which of them was bad is not asked."""
+    options = {"gradient_accumulation_steps": 2}
+    straight = safe(trainer_of(tmp_path, **options), tmp_path / "straight")
+    straight.train()
+    trainer = safe(trainer_of(tmp_path, **options), tmp_path / "run", save_every=2, on_nonfinite="rollback")
+    trainer.poison = {9}
+    trainer.train()
+    assert [*trainer.seen[:8], *trainer.seen[10:]] == straight.seen[:8] + straight.seen[10:]
+
+
 def test_rollbacks_are_bounded(tmp_path):
     """A loss that stays NaN ends in an error, soon."""
     trainer = safe(trainer_of(tmp_path), tmp_path / "run", save_every=4, on_nonfinite="rollback")
@@ -139,10 +152,10 @@ def test_early_stopping_is_captured_and_its_end_is_final(tmp_path):
     assert (again.state.global_step, hasattr(again, "seen")) == (8, False)
 
 
-def test_folders_of_the_trainer_are_exports_and_metrics_choose_the_best(tmp_path):
-    """`checkpoint-N` has weights alone; `keep_best` goes by the evaluation of its step."""
+def test_folders_of_the_trainer_are_exports(tmp_path):
+    """`checkpoint-N` has weights alone."""
     trainer = trainer_of(tmp_path, eval_strategy="epoch", save_strategy="epoch")
-    safe(trainer, tmp_path / "run", save_every=3, keep_last=1, keep_best=safeckpt.Best("eval_loss")).train()
+    safe(trainer, tmp_path / "run", save_every=3).train()
     names = {file.name for file in (tmp_path / "out" / "checkpoint-6").iterdir()}
     assert "model.safetensors" in names
     assert not names & {"optimizer.pt", "scheduler.pt", "rng_state.pth"}
@@ -155,6 +168,18 @@ def test_argument_that_contradicts_an_exact_resume_is_refused(tmp_path, name):
     """It is named."""
     with pytest.raises(ValueError, match=f"TrainingArguments.{name} is set"):
         safe(trainer_of(tmp_path, **{name: True}), tmp_path / "run")
+
+
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM", "FSDP"])
+def test_kind_that_is_not_supported_is_refused(tmp_path, monkeypatch, kind):
+    """A checkpoint with parts missing is never begun, and the trainer is left as it was."""
+    trainer = trainer_of(tmp_path)
+    state = trainer.accelerator.state
+    monkeypatch.setattr(state, "distributed_type", DistributedType[kind])
+    monkeypatch.setattr(state, "fsdp_plugin", SimpleNamespace(fsdp_version=1), raising=False)
+    with pytest.raises(TypeError, match="FSDP1" if kind == "FSDP" else kind):
+        safe(trainer, tmp_path / "run")
+    assert type(trainer) is Poisoned
 
 
 def test_trainer_with_a_loop_of_its_own_is_refused(tmp_path):
