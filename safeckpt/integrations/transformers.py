@@ -271,6 +271,8 @@ class _Session:
         }
         if accelerator.scaler is not None:
             parts["scaler"] = accelerator.scaler
+        if getattr(trainer.args, "sync_ref_model", False):  # of TRL: elsewhere the reference stays as it was made
+            parts["reference"] = trainer.ref_model
         parts = with_components(parts, self._components)
         self._begin_sums()
         self.manager = CheckpointManager(self._directory, parts, **self._options)
