@@ -58,8 +58,14 @@ def scheduler_of(wrapper: Any) -> Any:
     return wrapper.scheduler
 
 
+def loader_of(wrapper: PreparedLoader) -> Any:
+    """Return the `ResumableLoader` inside a loader that `safe` has returned."""
+    return wrapper.resumable
+
+
 register_wrapper(AcceleratedOptimizer, optimizer_of)
 register_wrapper(AcceleratedScheduler, scheduler_of)
+register_wrapper(PreparedLoader, loader_of)
 
 
 class AcceleratorManager(CheckpointManager):

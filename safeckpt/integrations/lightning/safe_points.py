@@ -77,7 +77,7 @@ class SafePoints:
 
     def enter(self, *, between_epochs: bool) -> None:
         """Have the loops go on at a safe point, whose counters they have been given."""
-        self._enters_between = between_epochs
+        self.between_epochs = self._enters_between = between_epochs
         self._fit._restarting = not between_epochs
         self._epoch.restarting = not between_epochs
         self._epoch.val_loop.restarting = True  # no sanity check: the run had its own
