@@ -66,6 +66,15 @@ def mostly_slow(names: Iterable[str], plain: Collection[str] = ("middle of an ep
     return [name if name in plain else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
+def few_or_all(names: Iterable[str], few: Collection[str] = ("middle of an epoch", "last batch")) -> list[Any]:
+    """Return the parameters of a test over places: a few for the slow run, the others for a campaign."""
+    others = [name for name in names if name not in few]
+    return [
+        pytest.param(list(few), marks=pytest.mark.slow, id="few places"),
+        pytest.param(others, marks=pytest.mark.campaign, id="other places"),
+    ]
+
+
 class Samples(Dataset):
     """Samples with their number and an augmentation that is drawn from the streams of the process.
 

@@ -163,6 +163,7 @@ def train_without(path, record, *, seedable=False, noisy=True):
             record("step", step=step, loss=loss, batch=index)
             if step % 2 == 0:
                 accelerator.save_state(path / f"state-{step}")
+        record("validation", drawn=float(torch.rand(())))
 
 
 class _Plain(harness.Samples):

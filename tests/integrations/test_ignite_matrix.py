@@ -174,12 +174,13 @@ WAYS = {
 def places_of(way):
     """Return where the run is killed; of epochs of another length the borders are elsewhere."""
     if way == "terminate_epoch, skipping":  # no EPOCH_COMPLETED, so no validation
-        return [place for place in harness.PLACES.values() if place.event != "validation"]
+        return {name: place for name, place in harness.PLACES.items() if place.event != "validation"}
     length = WAYS[way].get("epoch_length", harness.LENGTH)
     if length == harness.LENGTH:
-        return list(harness.PLACES.values())
+        return harness.PLACES
     steps = [harness.Place("step", step) for step in (2, length + 2, length, length + 1)]
-    return [*steps, harness.Place("validation", 2), harness.PLACES["during a save"]]
+    places = [*steps, harness.Place("validation", 2), harness.PLACES["during a save"]]
+    return dict(zip(harness.PLACES, places, strict=True))
 
 
 @pytest.mark.parametrize(("way", "place"), [("plain", "last batch"), ("validation every 4 steps", "during validation")])
@@ -188,19 +189,23 @@ def test_resume_is_exact(tmp_path, way, place):
     harness.assert_exact(train, tmp_path, harness.PLACES[place], **WAYS[way])
 
 
-@pytest.mark.slow
+@pytest.mark.timeout(900)  # up to nine processes
+@pytest.mark.parametrize("names", harness.few_or_all(harness.PLACES))
 @pytest.mark.parametrize("way", WAYS)
-def test_resume_is_exact_from_every_place(tmp_path, way):
+def test_resume_is_exact_from_every_place(tmp_path, way, names):
     """Killed at six places, in each way to run a trainer."""
-    for number, place in enumerate(places_of(way)):
-        harness.assert_exact(train, tmp_path / str(number), place, straight=tmp_path / "straight", **WAYS[way])
+    places = places_of(way)
+    for name in [one for one in names if one in places]:
+        harness.assert_exact(train, tmp_path / name, places[name], straight=tmp_path / "straight", **WAYS[way])
 
 
-@pytest.mark.slow
-def test_resume_of_two_ranks_is_exact(tmp_path):
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("names", harness.few_or_all(harness.PLACES))
+def test_resume_of_two_ranks_is_exact(tmp_path, names):
     """DDP over gloo, each rank with its own share of the samples, and metrics over both."""
-    for number, place in enumerate(harness.PLACES.values()):
-        harness.assert_exact(train, tmp_path / str(number), place, ranks=2, straight=tmp_path / "straight")
+    for name in names:
+        place = harness.PLACES[name]
+        harness.assert_exact(train, tmp_path / name, place, ranks=2, straight=tmp_path / "straight")
 
 
 @pytest.mark.slow
