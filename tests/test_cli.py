@@ -684,9 +684,18 @@ def test_prove_takes_a_function_that_returns_both(command: Command) -> None:
     assert code == 0, out
 
 
+def test_prove_takes_a_function_that_trains_a_whole_run(command: Command) -> None:
+    """It needs an argument, the directory."""
+    target = "tests.proof.test_training:train"
+    code, out, _ = command("prove", target, "--steps", 4, "--kill-at", 2, "--repeats", 1)
+    assert code == 0, out
+    assert out.startswith("Resume: EXACT. 2 of 2 resumed losses equal")
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
+        (("tests.proof.test_training:train", "--ablate"), "need build and train_step"),
         (("nowhere.py:build",), "there is no file nowhere.py"),
         (("build",), "is not of the form MODULE:FUNCTION"),
         (("tests.proof.loops:nothing",), "has no function nothing"),

@@ -387,11 +387,12 @@ def prove(
 
     MODULE is a file or a dotted name. FUNCTION is build(), which returns the components; the module's
     train_step(components) does one step and returns the loss. Without such a function in the module, FUNCTION() is
-    called and returns (build, train_step).
+    called and returns (build, train_step). FUNCTION(directory) is one that trains a whole run there, with a manager of
+    its own or a trainer.
 
     Exit code 1 when the resumed losses are not exactly those of the uninterrupted run.
     """
-    from safeckpt.cli.target import TargetError, resolve
+    from safeckpt.cli.target import TargetError, of_single_steps, resolve
     from safeckpt.proof import prove_resume
 
     screen = Screen(as_json=as_json)
@@ -401,10 +402,8 @@ def prove(
     with screen.status("importing") as status:
         try:
             build, step = resolve(target, train_step)
-            report = prove_resume(
-                build, step, steps=steps, kill_at=kills, repeats=repeats, ablations=ablate,
-                in_process=True if in_process else None, progress=status,
-            )  # fmt: skip
+            more = of_single_steps(step, ablate=ablate, in_process=in_process)
+            report = prove_resume(build, step, steps=steps, kill_at=kills, repeats=repeats, progress=status, **more)  # type: ignore[arg-type]  # or for a whole run None
         except TargetError as error:
             raise click.UsageError(str(error)) from None
         except SafeckptError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["FromPair", "TargetError", "resolve"]
+__all__ = ["FromPair", "TargetError", "of_single_steps", "resolve"]
 
 _TRAIN_STEP = "train_step"
 
@@ -55,12 +56,13 @@ def _made(factory: Callable[[], tuple[Any, Any]]) -> tuple[Callable[..., Any], C
     return made
 
 
-def resolve(target: str, train_step: str | None) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return build and train_step.
+def resolve(target: str, train_step: str | None) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
+    """Return build and train_step; for a function that trains a whole run, that and None.
 
     Args:
         target: `MODULE:FUNCTION`, where the module is a dotted name or a file. FUNCTION is `build` when the module
-            has a `train_step`; otherwise it is called without arguments and returns `(build, train_step)`.
+            has a `train_step`; one that needs an argument is `train(directory)`; otherwise it is called without
+            arguments and returns `(build, train_step)`.
         train_step: Name of the step function in the module, when it is not `train_step`.
 
     Raises:
@@ -75,9 +77,35 @@ def resolve(target: str, train_step: str | None) -> tuple[Callable[..., Any], Ca
     module = _module(name)
     build = _function(module, function)
     step = train_step or _TRAIN_STEP
+    if train_step is None and _needs_an_argument(build):
+        return build, None
     if train_step is None and not hasattr(module, step):
         return FromPair(build, 0), FromPair(build, 1)
     return build, _function(module, step)
+
+
+def of_single_steps(train_step: Callable[..., Any] | None, *, ablate: bool, in_process: bool) -> dict[str, Any]:
+    """Return the options of a proof that drives single steps.
+
+    Raises:
+        TargetError: One is given, and there is no function for a step.
+    """
+    if train_step is not None:
+        return {"ablations": ablate, "in_process": True if in_process else None}
+    if ablate or in_process:
+        raise TargetError("--ablate and --in-process need build and train_step")
+    return {}
+
+
+def _needs_an_argument(function: Callable[..., Any]) -> bool:
+    """Return whether a function cannot be called without arguments."""
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
+        return True
+    except ValueError:
+        return False  # one without a signature
+    return False
 
 
 def _module(name: str) -> ModuleType:
