@@ -201,10 +201,15 @@ def run(
         )
         for rank, file in enumerate(files)
     ]
-    ended = []
+    ended: list[faults.Ended] = []
     try:
         for member in members:
-            ended.append(member.ended())
+            try:
+                ended.append(member.ended())
+            except AssertionError:  # it waited in vain, perhaps for one that has failed
+                for error in [one.error for one in (other.ended() for other in members[len(ended) + 1 :]) if one.error]:
+                    raise error from None
+                raise
             if ended[-1].signal == signal.SIGKILL:  # the others would wait for it
                 for other in members:
                     with contextlib.suppress(ProcessLookupError):
