@@ -175,8 +175,8 @@ def test_trainers_are_imported_by_their_own_integration_alone(path):
     assert {top for top, _ in imports_of(path)} & set().union(*trainers.values()) <= own
 
 
-# Private names of others than torch: of named tuples, of the interpreter, of `random` and of NumPy.
-OF_OTHERS = {"_replace", "_getframe", "_inst", "_rand", "_bit_generator", "_legacy_seeding"}
+# Private names of others than torch: of named tuples, of the interpreter, of `os`, of `random` and of NumPy.
+OF_OTHERS = {"_replace", "_getframe", "_exit", "_inst", "_rand", "_bit_generator", "_legacy_seeding"}
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import signal
 
@@ -170,8 +171,8 @@ def test_killed_run_died_of_sigkill(tmp_path):
     from safeckpt.proof.workers import Functions, Worker
 
     functions = Functions.of((train, None, None))
-    worker = Worker()
-    record = worker.run(Job(KILLED, 8, 3, str(tmp_path / "run")), functions, tmp_path / "record")
+    with contextlib.closing(Worker()) as worker:
+        record = worker.run(Job(KILLED, 8, 3, str(tmp_path / "run")), functions, tmp_path / "record")
     assert worker._process.returncode == -signal.SIGKILL
     assert len(record.losses) == 3
     assert safeckpt.latest(tmp_path / "run").step == 3
