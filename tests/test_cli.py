@@ -115,6 +115,7 @@ def test_list_tells_of_checkpoints_set_aside(command: Command, directory: Path) 
     code, out, _ = command("list", directory)
     assert code == 0
     assert "1 more set aside" in out
+    assert "1 set aside stay" in " ".join(command("prune", directory, "--keep-last", 1, "--dry-run")[1].split())
     assert command.json("list", directory)["set_aside"] == [str(directory / "aside-00000006.1.pt")]
 
 

@@ -118,20 +118,20 @@ def _prune(screen: Screen, files: CheckpointDirectory, policies: list[Policy], *
     deleted = [] if dry_run else [step for step in doomed if files.remove(step)]
     if deleted:
         files.events.append("pruned", steps=deleted, by="command line")
+    asides = [one.path for one in files.asides()]
     if screen.as_json:
-        screen.json(
-            {
-                "directory": files.path,
-                "dry_run": dry_run,
-                "deleted": deleted,
-                "would_delete": doomed,
-                "stays": stays,
-            }
-        )
-    elif dry_run or not doomed:
+        answer = {"dry_run": dry_run, "deleted": deleted, "would_delete": doomed, "stays": stays, "set_aside": asides}
+        screen.json({"directory": files.path, **answer})
+        return 0 if dry_run or deleted == doomed else 2
+    if dry_run or not doomed:
         screen.line(_listed(doomed, stays, sizes))
     else:
         screen.line(f"Deleted {len(deleted)} checkpoint(s), {size(sum(sizes[step] for step in deleted))}.")
+    if asides:
+        total = size(sum(map(size_of, asides)))
+        screen.line(
+            f"{len(asides)} set aside stay ({total}): delete aside-* by hand if their timelines are not wanted."
+        )
     return 0 if dry_run or deleted == doomed else 2
 
 
