@@ -2,7 +2,11 @@
 
 With several processes each of these is a section that all ranks pass, or none does::
 
-    capturing -> [comparing what differs] -> [verifying older] -> [making ready, copying] -> writing and committing
+    capturing -> [comparing what differs] -> [verifying older] -> [making ready] -> writing and committing
+
+Where it is written in the background, training waits for the first of them, and copies; what follows is::
+
+    comparing copies -> writing and committing
 
 What is in brackets happens only when it is needed. The newest step saved again is compared with its checkpoint and
 described anew, and nothing else is written.
@@ -121,6 +125,24 @@ class _Summary(NamedTuple):
     stages: list[int]
     is_again: bool
     ground: _Ground | None
+
+
+class _Copied(NamedTuple):
+    """A save that goes on in the background.
+
+    Attributes:
+        draft: This rank's part, over a copy.
+        place: What rank 0 has made in the directory.
+        failure: Why there is no copy.
+        is_first: Whether the run has no checkpoint yet.
+        began: When the save began.
+    """
+
+    draft: Draft
+    place: Place
+    failure: BaseException | None
+    is_first: bool
+    began: float
 
 
 class _Written(NamedTuple):
@@ -395,11 +417,7 @@ class Saver:
         if draft.is_sharded:
             group.process_group  # noqa: B018 - formed here, in the training loop
         if self._staging is not None:
-            with group.section(f"{what}: copying"):
-                self._run.directory.see(place)
-                self._memory = None
-                draft = draft.staged(self._staging, is_rank_zero=group.is_rank_zero)
-            return self._start_write(what, draft, summary, place)
+            return self._copy(what, draft, summary, place)
         writer, make_ready = self._writer_of(group, draft, summary, place)
         if not draft.is_sharded:
             return self._write(group, what, writer, make_ready)
@@ -439,16 +457,34 @@ class Saver:
 
         return writer, make_ready
 
-    def _start_write(self, what: str, draft: Draft, summary: _Summary, place: Place) -> Checkpoint:
+    def _copy(self, what: str, draft: Draft, summary: _Summary, place: Place) -> Checkpoint:
+        """Copy the state, and have the copy written in the background.
+
+        The ranks do not wait for each other here. What one of several could not copy, all of them are told where they
+        ask how the write has gone, so that none goes on while another has left.
+        """
+        group, failure = self._run.group, None
+        self._memory = None
+        assert self._staging is not None
+        try:
+            draft = draft.staged(self._staging, is_rank_zero=group.is_rank_zero)
+        except BaseException as error:
+            if group.size == 1:
+                raise
+            failure = error
+        copied = _Copied(draft, place, failure, is_first=self._run.timeline.saved_step is None, began=self._began)
+        checkpoint = self._start_write(what, summary, copied)
+        if isinstance(failure, KeyboardInterrupt):  # it is meant for the caller
+            raise failure
+        return checkpoint
+
+    def _start_write(self, what: str, summary: _Summary, copied: _Copied) -> Checkpoint:
         """Compare the copies of the ranks and write them, in the background."""
-        checkpoint, timeline = draft.checkpoint, self._run.timeline
-        background = self._run.group.for_background()
-        is_first = timeline.saved_step is None
+        checkpoint, timeline = copied.draft.checkpoint, self._run.timeline
         timeline.expect_save(checkpoint.step)
-        job = functools.partial(
-            self._write_in_background, background, what, draft, summary, place, is_first=is_first, began=self._began
-        )
-        self._memory = MemoryCopy(checkpoint.step, draft.captured)
+        job = functools.partial(self._write_in_background, self._run.group.for_background(), what, summary, copied)
+        if copied.failure is None:
+            self._memory = MemoryCopy(checkpoint.step, copied.draft.captured)
         try:
             self._background.start(job, f"the save of step {checkpoint.step}")
         except BaseException:
@@ -458,12 +494,11 @@ class Saver:
         timeline.end(checkpoint.step)
         return checkpoint
 
-    def _write_in_background(
-        self, group: Group, what: str, draft: Draft, summary: _Summary, place: Place, *, is_first: bool, began: float
-    ) -> None:
+    def _write_in_background(self, group: Group, what: str, summary: _Summary, copied: _Copied) -> None:
+        draft, place = copied.draft, copied.place
         try:
             if group.size > 1:
-                draft, summary = self._compare_copies(group, what, draft, summary, is_first=is_first)
+                draft, summary = self._compare_copies(group, what, summary, copied)
             writer, make_ready = self._writer_of(group, draft, summary, place)
             self._write(group, what, writer, make_ready)
         except BaseException:
@@ -472,11 +507,9 @@ class Saver:
             self._run.timeline.fail_save()
             raise
         finally:
-            self._note_seconds(began)
+            self._note_seconds(copied.began)
 
-    def _compare_copies(
-        self, group: Group, what: str, draft: Draft, summary: _Summary, *, is_first: bool
-    ) -> tuple[Draft, _Summary]:
+    def _compare_copies(self, group: Group, what: str, summary: _Summary, copied: _Copied) -> tuple[Draft, _Summary]:
         """Compare what the ranks have copied; what differs is refused here, or told at the next save."""
 
         def decide(found: Digests) -> _Summary:
@@ -485,13 +518,16 @@ class Saver:
             )
 
         with group.section(f"{what}: comparing copies", both_digests, decide) as section:
-            draft = dataclasses.replace(draft, digests=digests_of(draft.captured))
+            if copied.failure is not None:
+                raise copied.failure
+            self._run.directory.see(copied.place)
+            draft = dataclasses.replace(copied.draft, digests=digests_of(copied.draft.captured))
             section.answer = compared_digests(group.rank, draft.digests)
         summary = section.result
         if summary.drifted:
             self._memory = None  # of a rank whose copy is not the one that is saved
             if self._run.membership.ranks.on_drift != "ignore":
-                self._drift = self._refuse_drift(group, what, draft, summary, is_first=is_first)
+                self._drift = self._refuse_drift(group, what, draft, summary, is_first=copied.is_first)
         return draft, summary
 
     def _write(
