@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from safeckpt.exporting import export
     from safeckpt.file import FileReport
     from safeckpt.functional import load, save, verify
+    from safeckpt.importing import ImportReport, import_checkpoint
     from safeckpt.loader import ResumableLoader
     from safeckpt.manager import CheckpointManager
     from safeckpt.proof import ResumeReport, prove_resume
@@ -30,6 +31,7 @@ else:
         "CheckpointManager": "safeckpt.manager",
         "FileReport": "safeckpt.file",
         "Guard": "safeckpt.state",
+        "ImportReport": "safeckpt.importing",
         "Mirror": "safeckpt.remote",
         "Ranks": "safeckpt.distributed",
         "ReplayReport": "safeckpt.run.replay",
@@ -39,6 +41,7 @@ else:
         "check_gradients": "safeckpt.state",
         "export": "safeckpt.exporting",
         "find_nonfinite": "safeckpt.state",
+        "import_checkpoint": "safeckpt.importing",
         "latest": "safeckpt.run.catalog",
         "load": "safeckpt.functional",
         "prove_resume": "safeckpt.proof",
@@ -62,6 +65,7 @@ __all__ = [
     "CheckpointManager",
     "FileReport",
     "Guard",
+    "ImportReport",
     "Mirror",
     "Ranks",
     "ReplayReport",
@@ -72,6 +76,7 @@ __all__ = [
     "check_gradients",
     "export",
     "find_nonfinite",
+    "import_checkpoint",
     "latest",
     "load",
     "prove_resume",

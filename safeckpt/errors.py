@@ -44,6 +44,7 @@
     |- UncapturedStateWarning           the checkpoint lacks state that training depends on
     |- HyperparameterReplacedWarning    the value in the file replaced that of the script
     |- ReplayMismatchWarning            a recomputed loss differs from the recorded one
+    |- ImportedStateWarning             what another tool had not saved is as the script has made it
     `- ReplicaDriftWarning              the ranks' copies of one model are no longer equal
 
 Every error takes its data as keywords, keeps it in attributes, builds its text from it and can be pickled. The text
@@ -76,6 +77,7 @@ __all__ = [
     "GroupDestroyedError",
     "GroupError",
     "HyperparameterReplacedWarning",
+    "ImportedStateWarning",
     "LoadError",
     "LossSpikeError",
     "MirrorBehindError",
@@ -910,6 +912,10 @@ class UncapturedStateWarning(SafeckptWarning):
 
 class HyperparameterReplacedWarning(SafeckptWarning):
     """Hyper-parameters of the checkpoint replaced the live ones."""
+
+
+class ImportedStateWarning(SafeckptWarning):
+    """A checkpoint that was made of another tool's files was restored: what that had not saved is not exact."""
 
 
 class ReplayMismatchWarning(SafeckptWarning):

@@ -19,7 +19,8 @@ LAYERS = [
     {"demo"},
     {"integrations"},
     {"proof"},
-    {"manager", "warm_starting"},
+    {"manager", "warm_starting", "importing"},
+    {"weights"},
     {"run"},
     {"functional", "exporting"},
     {"remote"},
@@ -253,7 +254,8 @@ def test_public_names_are_pinned():
     assert all(hasattr(safeckpt, name) for name in safeckpt.__all__)
     contract = {
         "Best", "Checkpoint", "CheckpointManager", "FileReport", "Guard", "Mirror", "NonFiniteTensor", "Ranks",
-        "ResumableLoader", "TimesMedian", "LossSpikeError", "WarmStartReport", "warm_start",
+        "ResumableLoader", "TimesMedian", "LossSpikeError", "ImportReport", "ImportedStateWarning",
+        "import_checkpoint", "WarmStartReport", "warm_start",
         "ReplayReport", "ResumeReport", "check_gradients", "export", "find_nonfinite", "latest", "load",
         "prove_resume", "register_wrapper", "save", "verify",
         "SafeckptError", "SaveError", "NonFiniteError", "UnsavableStateError", "StepExistsError", "DirectoryInUseError",

@@ -555,6 +555,39 @@ def test_readers_work_while_a_run_holds_the_directory(command: Command, director
         assert contents(directory) == before
 
 
+def test_import_says_what_it_took_and_what_not(command: Command, tmp_path: Path) -> None:
+    """Without a mapping it lists the keys; with one it writes a checkpoint that a manager restores."""
+    model = torch.nn.Linear(2, 1)
+    torch.save({"net": model.state_dict(), "epoch": 3, "global_step": 40}, tmp_path / "old.pt")
+    code, _, err = command("import", tmp_path / "old.pt", tmp_path / "run")
+    assert code == 2
+    assert "Its keys: net, epoch, global_step" in " ".join(err.split())
+    for wrong in ("model", "=net"):
+        assert command("import", tmp_path / "old.pt", tmp_path / "run", "--map", wrong)[0] == 2
+    code, _, err = command("import", tmp_path / "old.pt", tmp_path / "run", "--map", "model=nett")
+    assert code == 2
+    assert "nett" in err
+    assert not (tmp_path / "run").exists()
+    code, out, _ = command("import", tmp_path / "old.pt", tmp_path / "run", "--map", "model=net")
+    assert code == 0
+    assert "model <- net" in out
+    assert "not taken:\n  epoch\n  global_step" in out
+    code, out, _ = command("import", tmp_path / "old.pt", tmp_path / "two", "--map", "model=net", "--step", 7, "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert (found["step"], found["taken"], found["position"]) == (7, {"model": "net"}, None)
+    assert "imported" in command("show", found["path"])[1]
+    assert command("verify", found["path"])[0] == 0
+    assert command("diff", found["path"], tmp_path / "run" / "step-00000040.pt")[0] == 0
+    with (
+        pytest.warns(safeckpt.ImportedStateWarning),
+        safeckpt.CheckpointManager(tmp_path / "run", {"model": torch.nn.Linear(2, 1)}) as manager,
+    ):
+        restored = manager.restore()
+    assert restored is not None
+    assert restored.step == 40
+
+
 def test_extract_writes_a_file_that_plain_torch_reads(command: Command, directory: Path, tmp_path: Path) -> None:
     """The model's state dict comes out as it is in the checkpoint."""
     output = tmp_path / "weights.pt"

@@ -57,6 +57,7 @@ def test_every_python_block_prints_what_the_page_says(page, tmp_path, monkeypatc
         with contextlib.redirect_stdout(printed), warnings.catch_warnings():
             if name_of(page) in NEEDS:
                 warnings.simplefilter("ignore")  # of trainers there are many
+            warnings.simplefilter("ignore", safeckpt.ImportedStateWarning)  # what the page is about
             exec(compile(text, f"{name_of(page)} block {index}", "exec"), namespace)
         following = blocks[index + 1] if index + 1 < len(blocks) else ("", "")
         expected = following[1] if following[0] == "text" else ""

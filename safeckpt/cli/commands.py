@@ -24,8 +24,8 @@ Exit codes:
   1  the answer is no: not exact, damaged, different, no checkpoint
   2  it could not be done: usage, no such file, directory held, no package
 
-All commands work while a training run holds the directory, but for prune and fetch, which need it for themselves. A
-directory or a checkpoint may be the URL of one in an object store.
+All commands work while a training run holds the directory, but for prune, fetch and import, which need it for
+themselves. A directory or a checkpoint may be the URL of one in an object store.
 
 \b
 Completion for bash (or zsh_source, fish_source), in its start file:
@@ -107,7 +107,7 @@ def run(arguments: Sequence[str]) -> int:
         error_line(str(error))
         return 2
     except SafeckptError as error:
-        error_line(str(error))
+        error_line("\n".join([str(error), *getattr(error, "__notes__", ())]))
         return 1 if isinstance(error, DamagedCheckpointError) else 2
     except OSError as error:
         error_line(str(error) if error.filename is None else f"{error.filename}: {error.strerror}")
@@ -338,6 +338,29 @@ def doctor(directory: str, *, as_json: bool) -> int:
     from safeckpt.cli.diagnosis import diagnose
 
     return diagnose(Screen(as_json=as_json), directory)
+
+
+@group.command("import", short_help="Go on with a half-finished run of another tool.")
+@click.argument("source", type=click.Path(exists=True))
+@click.argument("directory", type=click.Path(file_okay=False))
+@click.option("--map", "pairs", multiple=True, metavar="NAME=KEY", help="A component and its key; may be repeated.")
+@click.option("--step", type=click.IntRange(min=0), help="Optimizer steps completed. [what SOURCE says]")
+@_json
+def import_(source: str, directory: str, *, pairs: tuple[str, ...], step: int | None, as_json: bool) -> int:
+    r"""Make SOURCE the first checkpoint of a run in DIRECTORY.
+
+    SOURCE is a file of torch.save, a .ckpt of Lightning, a folder checkpoint-N of Hugging Face's Trainer, or one of
+    Accelerate's save_state. Keys have dots for keys within keys and numbers for entries of lists.
+
+    \b
+    Examples:
+      safeckpt import old.pt runs/a --map model=net --map optimizer=opt --step 1200
+      safeckpt import last.ckpt runs/a --map model=state_dict --map optimizer=optimizer_states.0
+      safeckpt import output/checkpoint-500 runs/a
+    """
+    from safeckpt.cli.importing import import_run
+
+    return import_run(Screen(as_json=as_json), source, directory, pairs=pairs, step=step)
 
 
 @group.command("extract", short_help="Write one component into a file of its own.")

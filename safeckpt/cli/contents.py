@@ -15,6 +15,7 @@ from safeckpt.proof.leaves import flatten
 from safeckpt.remote import RemotePath, is_url, local_copy
 from safeckpt.run.catalog import Checkpoint
 from safeckpt.state.component import Captured, Component
+from safeckpt.state.imported import IMPORTED
 from safeckpt.state.run_state import RESERVED_KEY
 
 __all__ = ["Contents", "Entry", "read"]
@@ -86,13 +87,18 @@ def read(path: str) -> Contents:
     own = payload.get(RESERVED_KEY) if isinstance(payload, dict) else None
     if not isinstance(own, dict) or report.header is None:
         return _foreign(report, payload)
+    checkpoint = Checkpoint.from_header(report.header, Path(path), report.size_bytes)
+    if IMPORTED in own:  # what it is of is known only with the live objects
+        states = {name: state for name, state in payload.items() if name != RESERVED_KEY}
+        found = _foreign(report, states)
+        return dataclasses.replace(found, checkpoint=checkpoint, kinds=dict.fromkeys(found.kinds, IMPORTED))
     parts: list[tuple[Component, Captured]] = []
     for name, record in own["components"].items():
         kind = type("Saved", (Component,), {"kind": record["kind"]})  # a component without its live object
         parts.append((kind(name, None), Captured(payload[name], record)))
     return Contents(
         report=report,
-        checkpoint=Checkpoint.from_header(report.header, Path(path), report.size_bytes),
+        checkpoint=checkpoint,
         payload=payload,
         kinds={component.name: component.kind for component, _ in parts},
         entries=[

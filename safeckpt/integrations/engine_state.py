@@ -24,6 +24,8 @@ class EngineState:
         was_terminated: Whether the restored run was ended by `terminate()`, and the limits are still the same.
     """
 
+    counts_steps = True
+
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self.epochs = 0

@@ -95,6 +95,8 @@ class _Stopped(Exception):  # noqa: N818 - no error
 class _Progress:
     """The component `trainer`: its counters and logs, what is summed up until the next log, callbacks with a state."""
 
+    counts_steps = True
+
     def __init__(self, session: _Session) -> None:
         self._session = session
         self.restored: dict[str, Any] | None = None

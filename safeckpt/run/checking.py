@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from safeckpt.file import CheckpointFolder, MappedFiles
 from safeckpt.run.catalog import Bad, Checkpoint, Gone, OpenCheckpoint, fault_of
 from safeckpt.run.run import Run
 from safeckpt.state import RESERVED_KEY, Baseline, Guard, Plan, guard_from_record, plan
+from safeckpt.state.imported import complete
 
 if TYPE_CHECKING:
     from safeckpt.distributed.storage import ShardReader
@@ -134,7 +136,14 @@ def _compare(run: Run, opened: _Opened, wanted: Wanted) -> Good:
     except (KeyError, TypeError) as error:
         reason = "its header does not say what was guarded"
         raise DamagedCheckpointError(path=file.path, reason=reason) from error
+    fresh, imported = list(wanted.fresh), ""
+    faults: list[str] = []
     with torch.inference_mode(mode=False):
+        if (completed := complete(payload, run.components, PurePath(file.path).name)) is not None:
+            payload, faults, imported = completed.payload, completed.faults, completed.text
+            fresh += [one for one in completed.live if one not in fresh]
+            allowed = (*guard.allow_nonfinite, *(f"{one}.*" for one in completed.partial))
+            guard = dataclasses.replace(guard, allow_nonfinite=allowed)
         payload, changes, left_out = payload_of_rank(
             payload,
             run.components,
@@ -152,11 +161,13 @@ def _compare(run: Run, opened: _Opened, wanted: Wanted) -> Good:
             payload,
             only=wanted.only,
             keep_live=wanted.keep_live,
-            fresh=wanted.fresh,
+            fresh=fresh,
+            faults=faults,
             path=file.path,
             read=mapped.read,
         )
-    if planned.rng is not None:
+    planned.imported = imported
+    if planned.rng is not None and not imported:  # of how many ranks a source was, nothing is known
         planned.environment.extend(changes)
     is_whole = wanted.only is None or set(payload[RESERVED_KEY]["components"]) <= set(wanted.only)
     return Good(

@@ -18,7 +18,12 @@ from typing import Any
 
 import torch
 
-from safeckpt.errors import ComponentChangedWarning, EnvironmentChangedWarning, HyperparameterReplacedWarning
+from safeckpt.errors import (
+    ComponentChangedWarning,
+    EnvironmentChangedWarning,
+    HyperparameterReplacedWarning,
+    ImportedStateWarning,
+)
 from safeckpt.run.arguments import note_changes
 from safeckpt.run.catalog import Checkpoint
 from safeckpt.run.checking import Wanted
@@ -242,6 +247,8 @@ class Restorer:
         for path, reason in restored.rejected.items():
             directory.add_event("passed_over", None, file=path.name, reason=reason)
         directory.add_event(kind, checkpoint.step, replaced=applied.replaced, **data)
+        if applied.imported:
+            warn_caller(applied.imported, ImportedStateWarning)
         if applied.replaced:
             text = "\n  ".join(applied.replaced)
             advice = (

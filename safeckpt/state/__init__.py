@@ -1,6 +1,6 @@
 """Live objects to payload and back. No file is opened here."""
 
-from safeckpt.state.baseline import Baseline, GuardResult, guard_from_record, guarded_in
+from safeckpt.state.baseline import Baseline, GuardResult, guard_from_record, guarded_in, is_mask
 from safeckpt.state.component import Component
 from safeckpt.state.fsdp import refuse_unreduced
 from safeckpt.state.gradients import Gradients
@@ -39,6 +39,7 @@ __all__ = [
     "find_nonfinite",
     "guard_from_record",
     "guarded_in",
+    "is_mask",
     "persistent_tensors",
     "plan",
     "refuse_unreduced",

@@ -16,7 +16,7 @@ from safeckpt.state.module import ModuleComponent
 from safeckpt.state.nonfinite import masks, nonfinite
 from safeckpt.state.random_streams import RngStreams
 
-__all__ = ["Baseline", "GuardResult", "guard_from_record", "guarded_in"]
+__all__ = ["Baseline", "GuardResult", "guard_from_record", "guarded_in", "is_mask"]
 
 _EXCUSED_KINDS = frozenset({"module", "counters", "stateful"})
 # That a layer computes: an infinite one was ruined before, and every output is with it.
@@ -120,7 +120,7 @@ class Baseline:
         result = GuardResult([], [])
         for report, tensor in nonfinite(_guarded(pairs, guard), release):
             if self._is_old(report, tensor) or (
-                not report.nan_count and _is_buffer(report.name, pairs) and _is_mask(tensor)
+                not report.nan_count and _is_buffer(report.name, pairs) and is_mask(tensor)
             ):
                 result.excused.append(report.name)
             else:
@@ -142,7 +142,7 @@ def _is_buffer(name: str, pairs: Iterable[tuple[Component, Captured]]) -> bool:
     return False
 
 
-def _is_mask(tensor: torch.Tensor) -> bool:
+def is_mask(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a mask to be added: nothing but zeros and minus infinity, and some of both."""
     if tensor.layout is not torch.strided or not tensor.is_floating_point():
         return False

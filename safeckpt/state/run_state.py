@@ -131,6 +131,7 @@ class Plan:
         environment: Fields of the environment that differ, `field: saved -> now`.
         notices: Other differences that do not keep the state from being applied.
         recent_losses: The losses by which the next one is judged, as `LossLimit.capture` has them; None where none are.
+        imported: What a checkpoint that was imported has not; empty for any other.
     """
 
     pairs: list[tuple[Component, Captured]]
@@ -141,6 +142,7 @@ class Plan:
     environment: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     recent_losses: Mapping[str, torch.Tensor] | None = None
+    imported: str = ""
 
     def apply(self, mixture: Mixture, *, streams: bool = True) -> None:
         """Put the state into the live objects, in the order that survives each other's side effects, RNG last.
@@ -228,6 +230,7 @@ def plan(
     only: Collection[str] | None = None,
     keep_live: Collection[str] = (),
     fresh: Collection[str] = (),
+    faults: Collection[str] = (),
     path: object = None,
     read: Reader | None = None,
 ) -> Plan:
@@ -239,6 +242,7 @@ def plan(
         only: Names to restore, `"rng"` among them for the process's streams; None for everything.
         keep_live: Hyper-parameters, as `component.name`, whose live value stays.
         fresh: Components, and entries of plain dicts as `component.entry`, that keep their live state: they may be new.
+        faults: What is known not to fit: these components are not looked at again.
         path: For the error text.
         read: Reads values straight from the file that `payload` is mapped from; None when it is in memory.
 
@@ -254,11 +258,14 @@ def plan(
     wanted = [name for name in _wanted(components, reserved["components"], only, fresh, path) if name not in fresh]
     is_partial = only is not None and not set(reserved["components"]) <= set(only)
     rng = reserved[_RNG] if only is None or _RNG in only else None
-    found: list[str] = []
+    found: list[str] = list(faults)
     pairs: list[tuple[Component, Captured]] = []
     transfer = Transfer(read)
     with RngStreams.untouched():
+        unfit = {one.partition(": ")[0] for one in faults}
         for name in wanted:
+            if name in unfit:
+                continue
             record = reserved["components"][name]
             component = components[name]
             if record["kind"] != component.kind:

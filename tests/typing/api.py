@@ -24,6 +24,7 @@ assert_type(safeckpt.verify("file.pt"), safeckpt.FileReport)
 assert_type(safeckpt.find_nonfinite(model, allow=["*.bias"]), list[safeckpt.NonFiniteTensor])
 safeckpt.check_gradients(model)
 assert_type(safeckpt.latest("runs"), safeckpt.Checkpoint | None)
+assert_type(safeckpt.import_checkpoint("old.pt", "runs", mapping={"model": "net"}, step=3), safeckpt.ImportReport)
 assert_type(safeckpt.latest("runs", verify=False), safeckpt.Checkpoint | None)
 
 loader = safeckpt.ResumableLoader(DataLoader(TensorDataset(torch.ones(3)), batch_size=2))

@@ -35,6 +35,8 @@ class TrainerState:
         own: The callback of this integration, which has no state of its own.
     """
 
+    counts_steps = True
+
     def __init__(self, trainer: Any, points: SafePoints, own: Callback) -> None:
         self._trainer = trainer
         self._points = points
