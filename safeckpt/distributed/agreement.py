@@ -28,7 +28,7 @@ from safeckpt.distributed.links import Link, children_of, parent_of, ranks_below
 from safeckpt.errors import RanksDisagreeError, listed
 from safeckpt.system.threads import start
 
-__all__ = ["Agreements", "Combined", "Lost", "Part", "Reply", "Said", "said"]
+__all__ = ["Agreements", "Combined", "Lost", "Reply", "Said", "Side", "said"]
 
 _log = logging.getLogger("safeckpt")
 
@@ -92,8 +92,8 @@ class Lost(NamedTuple):
     late: bool
 
 
-class Part:
-    """This rank's part in one agreement.
+class Side:
+    """This rank's side of one agreement.
 
     Attributes:
         channel: Of the loop or of the thread that writes.
@@ -183,7 +183,7 @@ class _Open:
     """An agreement that has not ended, as one rank knows it.
 
     Attributes:
-        part: What this rank has to do with it; None as long as it does something else.
+        side: What this rank has to do with it; None as long as it does something else.
         came: What the children say.
         missing: What the children said last of the ranks that have not begun.
         opened: When this rank first heard of it.
@@ -192,7 +192,7 @@ class _Open:
     """
 
     def __init__(self) -> None:
-        self.part: Part | None = None
+        self.side: Side | None = None
         self.came: dict[int, Combined] = {}
         self.missing: dict[int, list[int]] = {}
         self.opened = time.monotonic()
@@ -231,7 +231,7 @@ class Agreements:
         self._next_beat = 0.0
         self._is_closed = False
         self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._begun: dict[int, Part] = {}  # the last one of each channel, in the threads that have something to say
+        self._begun: dict[int, Side] = {}  # the last one of each channel, in the threads that have something to say
         self._finished: dict[int, int] = {}  # the same, in the thread of the agreements
         self._wake_out, self._wake_in = socket.socketpair()
         self._wake_out.setblocking(False)
@@ -243,28 +243,28 @@ class Agreements:
 
     # -- in the threads that have something to say -------------------------------------------------------------------
 
-    def begin(self, channel: int, what: str, combine: Combine, decide: Decide, *, is_waited_for: bool) -> Part:
-        """Return this rank's part in the next agreement of a channel; the others will know that it is at it."""
+    def begin(self, channel: int, what: str, combine: Combine, decide: Decide, *, is_waited_for: bool) -> Side:
+        """Return this rank's side of the next agreement of a channel; the others will know that it is at it."""
         before = self._begun.get(channel)
         if before is not None and before.combined is None:  # the others would wait for the rest of it for ever
             self.give_up(f"it was interrupted while {before.what}")
         number = 1 if before is None else before.number + 1
-        part = self._begun[channel] = Part(channel, number, what, combine, decide, is_waited_for=is_waited_for)
-        self._inbox.put(lambda: self._note(part))
-        return part
+        side = self._begun[channel] = Side(channel, number, what, combine, decide, is_waited_for=is_waited_for)
+        self._inbox.put(lambda: self._note(side))
+        return side
 
-    def end(self, part: Part) -> None:
-        """Say what this rank has to say; the reply comes into `part.replies`."""
-        self._call(lambda: self._advance((part.channel, part.number)))
+    def end(self, side: Side) -> None:
+        """Say what this rank has to say; the reply comes into `side.replies`."""
+        self._call(lambda: self._advance((side.channel, side.number)))
         if self.lost is not None:  # the thread may have ended before it could take this
-            part.end(self.lost)
+            side.end(self.lost)
 
-    def reply(self, part: Part, reply: Reply) -> Reply | Lost:
+    def reply(self, side: Side, reply: Reply) -> Reply | Lost:
         """Say what was decided, on rank 0, and return when that was sent: this process may end at once."""
-        self._call(lambda: self._finish((part.channel, part.number), reply))
+        self._call(lambda: self._finish((side.channel, side.number), reply))
         if self.lost is not None:
             return self.lost
-        sent = part.replies.get()
+        sent = side.replies.get()
         assert not isinstance(sent, Combined)
         return sent
 
@@ -283,9 +283,9 @@ class Agreements:
         """
         if self.lost is not None:
             return
-        for part in [] if is_failing else list(self._begun.values()):
-            if part.combined is not None:
-                part.ended.wait()
+        for side in [] if is_failing else list(self._begun.values()):
+            if side.combined is not None:
+                side.ended.wait()
         said_so = threading.Event()
 
         def say() -> None:
@@ -338,8 +338,8 @@ class Agreements:
                 self.lost = Lost([], "all ranks have closed their managers", late=False)
             self._take_calls()
             for one in self._open.values():
-                if one.part is not None:
-                    one.part.end(self.lost)
+                if one.side is not None:
+                    one.side.end(self.lost)
             for link in self._links.values():
                 link.close()
             self._wake_out.close()
@@ -351,9 +351,9 @@ class Agreements:
         while not self._inbox.empty():
             self._inbox.get()()
 
-    def _note(self, part: Part) -> _Open:
-        one = self._open.setdefault((part.channel, part.number), _Open())
-        one.part = part
+    def _note(self, side: Side) -> _Open:
+        one = self._open.setdefault((side.channel, side.number), _Open())
+        one.side = side
         return one
 
     def _receive(self, rank: int, link: Link) -> bool:
@@ -388,20 +388,20 @@ class Agreements:
     def _advance(self, key: _Key) -> None:
         """Say what this rank and all below it say, when that is complete."""
         one = self._open.get(key)
-        if one is None or one.is_sent or one.part is None or one.part.combined is None:
+        if one is None or one.is_sent or one.side is None or one.side.combined is None:
             return
         if any(child not in one.came for child in self._children):
             return
-        combined = one.part.combined
+        combined = one.side.combined
         for child in self._children:
-            combined = _together(self._rank, combined, one.came[child], one.part.combine)
+            combined = _together(self._rank, combined, one.came[child], one.side.combine)
         one.is_sent = True
         if self._rank:
             self._send(parent_of(self._rank), "said", key, combined)
-        elif one.part.is_waited_for:
-            one.part.replies.put(combined)
+        elif one.side.is_waited_for:
+            one.side.replies.put(combined)
         else:
-            self._finish(key, reply_to(combined, one.part.decide, self._rank)[0])
+            self._finish(key, reply_to(combined, one.side.decide, self._rank)[0])
 
     def _finish(self, key: _Key, reply: Reply) -> None:
         """Pass the reply on, and end the agreement."""
@@ -409,8 +409,8 @@ class Agreements:
             self._send(child, "reply", key, reply)
         self._finished[key[0]] = key[1]
         one = self._open.pop(key, None)
-        if one is not None and one.part is not None:
-            one.part.end(reply)
+        if one is not None and one.side is not None:
+            one.side.end(reply)
 
     def _send(self, rank: int, kind: str, key: _Key | None, message: Any) -> None:
         link = self._links.get(rank)
@@ -461,7 +461,7 @@ class Agreements:
 
     def _missing(self, one: _Open) -> list[int]:
         """Return ranks from this one down that have not begun their part: not more than are named."""
-        found = [] if one.part is not None else [self._rank]
+        found = [] if one.side is not None else [self._rank]
         for child in self._children:
             if child not in one.came:
                 everyone = [child] if self._is_silent(child, one) else ranks_below(child, self._size)
@@ -505,7 +505,7 @@ class Agreements:
             self._lose(Lost(missing, "it has not come to this call", late=True))
         elif time.monotonic() >= one.next_word:
             one.next_word += max(_WORD_SECONDS, self.timeout_seconds / 2)
-            what = one.part.what if one.part is not None else "a call of the manager"
+            what = one.side.what if one.side is not None else "a call of the manager"
             if missing:
                 _log.warning(
                     "%s: waiting for rank(s) %s for %.0f seconds. Every rank has to make this call: not under "

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from safeckpt.distributed.agreement import Agreements, Combined, Lost, Part, reply_to, said
+from safeckpt.distributed.agreement import Agreements, Combined, Lost, Side, reply_to, said
 from safeckpt.distributed.failures import Failure, error_of, failure_of
 from safeckpt.distributed.links import NotMetError, meet
 from safeckpt.errors import GroupDestroyedError, RankLostError, SafeckptError, listed
@@ -242,39 +242,39 @@ class RankGroup(Group):
             raise GroupDestroyedError(what=what)
         if self._agreements.lost is not None:
             raise self._lost(what, self._agreements.lost)
-        part = self._agreements.begin(self._channel, what, combine, decide, is_waited_for=waits)
+        side = self._agreements.begin(self._channel, what, combine, decide, is_waited_for=waits)
         raised: BaseException | None = None
         failure: Failure | None = None
 
         def finish(section: Section) -> None:
-            section.result = self._outcome(part, raised, failure)
+            section.result = self._outcome(side, raised, failure)
 
         section: Section = Section(finish)
         try:
             yield section
         except BaseException as error:  # noqa: BLE001 - raised again when every rank knows
             raised, failure = error, failure_of(error, self.rank)
-        part.combined = said(self.rank, what, section.same, section.answer, failure)
-        self._agreements.end(part)
+        side.combined = said(self.rank, what, section.same, section.answer, failure)
+        self._agreements.end(side)
         if waits:
             finish(section)
 
-    def _outcome(self, part: Part, raised: BaseException | None, failure: Failure | None) -> Any:
+    def _outcome(self, side: Side, raised: BaseException | None, failure: Failure | None) -> Any:
         """Return the result of an agreement, or raise what came of it.
 
         Args:
-            part: This rank's part.
+            side: This rank's side of it.
             raised: What was raised in it.
             failure: The same, as the others know it.
         """
         try:
-            news = part.replies.get()
+            news = side.replies.get()
             decision: BaseException | None = None
             if isinstance(news, Combined):
-                reply, decision = reply_to(news, part.decide, self.rank)
+                reply, decision = reply_to(news, side.decide, self.rank)
                 if isinstance(decision, SafeckptError) and reply.failure is not None and decision.rank is None:
                     decision.rank = reply.failure.rank
-                news = self._agreements.reply(part, reply)
+                news = self._agreements.reply(side, reply)
         except BaseException:
             self._agreements.give_up("it was interrupted while it waited for the others")
             raise
@@ -282,7 +282,7 @@ class RankGroup(Group):
             self._forget_engine_group()
             if raised is not None and type(raised) is not RuntimeError:  # which a collective inside the part ended with
                 raise raised
-            raise self._lost(part.what, news) from raised
+            raise self._lost(side.what, news) from raised
         if raised is not None and failure is not None:
             others = news.failure
             is_later = others is not None and None not in (others.step, failure.step) and others.order < failure.order
@@ -291,7 +291,7 @@ class RankGroup(Group):
                     raised.rank = self.rank
                 raise raised
         if news.failure is not None:
-            raise (error_of(part.what, news.failure) if decision is None else decision) from raised
+            raise (error_of(side.what, news.failure) if decision is None else decision) from raised
         return news.result
 
     def _forget_engine_group(self) -> None:

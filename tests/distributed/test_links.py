@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from safeckpt.distributed import links
-from safeckpt.distributed.agreement import Agreements, Combined, Part, Reply, said
+from safeckpt.distributed.agreement import Agreements, Combined, Reply, Side, said
 from safeckpt.distributed.group import RankGroup, lowest
 from safeckpt.distributed.links import Link, meet
 from tests.distributed import groups
@@ -28,7 +28,7 @@ from tests.distributed.scenarios import outcome
 SECONDS = 60.0
 
 
-def _begun(agreements: Agreements, *, waits: bool = True) -> Part:
+def _begun(agreements: Agreements, *, waits: bool = True) -> Side:
     """Begin an agreement and say something in it."""
     part = agreements.begin(0, "counting", lowest, lambda found: found, is_waited_for=waits)
     part.combined = said(agreements._rank, "counting", {}, 1, None)
