@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from typing import Any
 
 from safeckpt.distributed import holds_same
-from safeckpt.errors import CheckpointNotFoundError, RestoreError
-from safeckpt.run.checking import Wanted
-from safeckpt.run.finding import Search
-from safeckpt.run.run import Run
 from safeckpt.state import RESERVED_KEY, Plan
 from safeckpt.state.component import has_attribute
 
-__all__ = ["holds"]
+__all__ = ["is_equal"]
 
 
-def holds(run: Run, step: int, captured: Mapping[str, Any]) -> bool:
-    """Return whether a checkpoint holds exactly what was captured, on every rank. Called by all ranks at once.
+def is_equal(saved: Plan, captured: Mapping[str, Any]) -> bool:
+    """Return whether a state that was read is the captured one, bit for bit.
 
     Cost:
-        Reads the checkpoint, and two passes of SHA-256 over the state.
+        Two passes of SHA-256 over the state.
     """
-    try:
-        with Search(run, Wanted(step)).find() as good:
-            assert good is not None  # of a step that is named
-            with run.group.section(f"comparing step {step}", operator.and_) as section:
-                section.answer = _is_equal(good.plan, captured)
-            return bool(section.result)
-    except (CheckpointNotFoundError, RestoreError):
-        return False  # it is gone, or not even of the same form
-
-
-def _is_equal(saved: Plan, captured: Mapping[str, Any]) -> bool:
-    """Return whether a state that was read is the captured one, bit for bit."""
     reserved = captured[RESERVED_KEY]
     before = {component.name: (one.state, one.record) for component, one in saved.pairs}
     ended = {component.name for component, one in saved.pairs if _has_ended_epoch(component.obj, one.state)}

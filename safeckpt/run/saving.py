@@ -14,6 +14,7 @@ described anew, and nothing else is written.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import operator
@@ -35,7 +36,6 @@ from safeckpt.distributed import (
     digests_of,
     first_of_stages,
     have_own_gradients,
-    lowest,
     rank_state_of,
     ranks_hold_parts,
     refuse_parts,
@@ -45,10 +45,12 @@ from safeckpt.distributed import (
 )
 from safeckpt.errors import (
     REFUSALS,
+    CheckpointNotFoundError,
     LossSpikeError,
     NonFiniteError,
     ReplicaDriftError,
     ReplicaDriftWarning,
+    RestoreError,
     StepExistsError,
     drift_text,
 )
@@ -56,7 +58,9 @@ from safeckpt.file import Write, write_here
 from safeckpt.run.background import BackgroundWriter
 from safeckpt.run.capturing import Capturer, Draft
 from safeckpt.run.catalog import Checkpoint
-from safeckpt.run.comparing import holds
+from safeckpt.run.checking import Wanted
+from safeckpt.run.comparing import is_equal
+from safeckpt.run.finding import Search
 from safeckpt.run.observing import tell_committed
 from safeckpt.run.pruning import Pruning
 from safeckpt.run.run import Run
@@ -327,13 +331,20 @@ class Saver:
             LoadError: It cannot be compared, since it is damaged.
         """
         run, step = self._run, draft.checkpoint.step
-        if not holds(run, step, draft.captured):
-            raise StepExistsError(step=step, path=run.directory.files.path_of(step))
-        with group.section(f"{what}: describing it", lowest) as section:
-            if group.is_rank_zero:
-                section.answer = self._update_header(draft.checkpoint)
-        checkpoint: Checkpoint = section.result
-        return dataclasses.replace(checkpoint, path=run.directory.files.path_of(step))
+
+        def describe(is_same: bool) -> Checkpoint | None:
+            return self._update_header(draft.checkpoint) if is_same else None
+
+        checkpoint: Checkpoint | None = None
+        # It is gone, or not even of the same form.
+        with contextlib.suppress(CheckpointNotFoundError, RestoreError), Search(run, Wanted(step)).find() as good:
+            with group.section(f"{what}: describing it", operator.and_, describe) as section:
+                section.answer = good is not None and is_equal(good.plan, draft.captured)
+            checkpoint = section.result
+        path = run.directory.files.path_of(step)
+        if checkpoint is None:
+            raise StepExistsError(step=step, path=path)
+        return dataclasses.replace(checkpoint, path=path)
 
     def _update_header(self, new: Checkpoint) -> Checkpoint:
         """Put a new loss and new metrics into the header of the newest checkpoint. On rank 0."""
