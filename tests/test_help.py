@@ -485,6 +485,17 @@ def start_on_an_empty_disk_without_network(directory: Path) -> None:
         mirrored(directory, 1)
 
 
+def test_every_error_and_warning_has_a_row() -> None:
+    """Someone who has the name of a class, from a traceback or a log, finds what to do, in the order of the tree."""
+    text = PAGE.read_text()
+    names = re.findall(r"^\| \*\*(\w+)\*\* \| [^|]{15,} \| [^|]{12,} \|$", text, re.MULTILINE)
+    classes = [name for name in safeckpt.errors.__all__ if isinstance(getattr(safeckpt.errors, name), type)]
+    known = {name for name in classes if issubclass(getattr(safeckpt.errors, name), (Exception, Warning))}
+    assert set(names) == known - {"SafeckptError", "SafeckptWarning"}
+    assert len(names) == len(set(names))
+    assert all(f"`{name}`" in text for name in ("SafeckptError", "SafeckptWarning"))
+
+
 def test_every_message_of_the_page_is_provoked() -> None:
     """The table and the cases below have the same messages."""
     assert sorted(ROWS) == sorted(PROVOKED)
