@@ -18,6 +18,7 @@ import safeckpt
 import safeckpt.run.catalog
 from safeckpt.cli import main
 from safeckpt.cli.changes import _distance
+from safeckpt.cli.screen import Screen
 from tests.faults import contents, names_in
 from tests.training import Run
 
@@ -350,6 +351,22 @@ def test_colours_are_for_terminals_and_for_those_who_want_them(
     assert green in printed("list", str(directory), "--sort", "loss", FORCE_COLOR="1")
     assert red in printed("log", str(directory), FORCE_COLOR="1")
     assert "\x1b" not in printed("show", str(directory / NAMES[1]))  # an error
+
+
+def test_first_line_of_a_proof_has_the_colour_of_its_answer(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Green or red on a terminal, the rest as it is; the text itself without one."""
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    text = "Resume: EXACT.\n  " + "long " * 40
+    Screen(as_json=False).verdict(text, good=True)
+    assert capsys.readouterr().out == f"{text}\n"
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for good, colour in ((True, 32), (False, 31)):
+        Screen(as_json=False).verdict(text, good=good)
+        first, _, rest = text.partition("\n")
+        assert capsys.readouterr().out == f"\x1b[{colour}m{first}\x1b[0m\n{rest}\n"
 
 
 @pytest.mark.parametrize("shell", ["bash", *(pytest.param(one, marks=pytest.mark.slow) for one in ("zsh", "fish"))])

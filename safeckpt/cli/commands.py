@@ -441,5 +441,5 @@ def prove(
             report.plot(plot)
         except ImportError as error:
             raise click.ClickException(str(error)) from None
-    write_json(report.to_json()) if as_json else write(str(report))
+    write_json(report.to_json()) if as_json else screen.verdict(str(report), good=report.exact)
     return 0 if report.exact else 1

@@ -27,7 +27,8 @@ def diagnose(screen: Screen, place: str) -> int:
         screen.table(
             ("tried", "", "found"), [(one.name, (one.verdict, _COLOURS[one.verdict]), one.text) for one in found]
         )
-        screen.line(f"{place}: {'not safe (' + ', '.join(failed) + ')' if failed else 'checkpoints are safe here'}")
+        verdict = f"not safe ({', '.join(failed)})" if failed else "checkpoints are safe here"
+        screen.line(f"{place}: {verdict}", BAD if failed else GOOD)
     return 1 if failed else 0
 
 

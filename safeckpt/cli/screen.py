@@ -49,6 +49,11 @@ class Screen:
         """Print a line; it is wrapped at the width of the terminal, 80 columns without a terminal."""
         self._out.print(Text(printable(text), style or ""))
 
+    def verdict(self, text: str, *, good: bool) -> None:
+        """Print a text of several lines as it is, its first line in the colour of good or bad news."""
+        first, newline, rest = printable(text).partition("\n")
+        self._out.print(Text.assemble((first, GOOD if good else BAD), newline, rest), soft_wrap=True)
+
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[Cell]], *, right: Sequence[str] = ()) -> None:
         """Print rows under headings; what does not fit is folded, never cut.
 

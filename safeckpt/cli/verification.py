@@ -46,7 +46,7 @@ def verify_paths(screen: Screen, paths: Sequence[str]) -> int:
         ],
         right=("size",),
     )
-    screen.line(f"{len(results) - len(bad)} of {len(results)} good")
+    screen.line(f"{len(results) - len(bad)} of {len(results)} good", BAD if bad else GOOD)
     return 1 if bad else 0
 
 
