@@ -38,14 +38,15 @@ def test_crc_of_lengths_beyond_memory_joins_in_steps():
 @settings(deadline=None, max_examples=30)
 @given(st.integers(0, 2**32), st.lists(st.integers(1, CHUNK_BYTES), max_size=4))
 def test_digest_does_not_depend_on_how_the_bytes_were_given(seed, sizes):
-    """Bytes given at once, in pieces, or as CRC-32s within a chunk have one root."""
+    """Bytes given at once, in pieces, with their CRC-32s, or as CRC-32s within a chunk have one root."""
     data = random.Random(seed).randbytes(sum(sizes))
-    at_once, piecewise, by_crc = ChunkDigest(), ChunkDigest(), ChunkDigest()
+    at_once, piecewise, with_crc, by_crc = ChunkDigest(), ChunkDigest(), ChunkDigest(), ChunkDigest()
     at_once.add(data)
     start = 0
     for size in sizes:
         piece = data[start : start + size]
         piecewise.add(piece)
+        with_crc.add(piece, zlib.crc32(piece))
         while piece:
             part = piece[: by_crc.room()]
             by_crc.add_crc(zlib.crc32(part), len(part))
@@ -53,7 +54,7 @@ def test_digest_does_not_depend_on_how_the_bytes_were_given(seed, sizes):
         start += size
     chunks = [data[at : at + CHUNK_BYTES] for at in range(0, len(data), CHUNK_BYTES)]
     root = digest_of([zlib.crc32(chunk) for chunk in chunks], len(data))
-    assert at_once.hexdigest() == piecewise.hexdigest() == by_crc.hexdigest() == root
+    assert at_once.hexdigest() == piecewise.hexdigest() == with_crc.hexdigest() == by_crc.hexdigest() == root
     assert at_once.size_bytes == len(data)
 
 
