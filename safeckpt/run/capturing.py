@@ -62,6 +62,8 @@ class Draft:
     def staged(self, staging: Staging, *, is_rank_zero: bool) -> Draft:
         """Return the draft over a copy of its tensors, which nobody changes."""
         captured = staging.copy(self.captured)
+        if self.payload is self.captured:  # nothing in it had to be encoded, nor has anything in its copy
+            return dataclasses.replace(self, captured=captured, payload=captured)
         payload, shards = _as_written(captured, is_sharded=self.is_sharded, is_rank_zero=is_rank_zero)
         return dataclasses.replace(self, captured=captured, payload=payload, shards=shards)
 

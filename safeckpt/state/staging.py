@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from safeckpt.state.transfer import Transfer, fresh
-from safeckpt.state.tree import Cluster, cloned, clusters_of, local_part, map_tensors, named_tensors
+from safeckpt.state.tree import Cluster, cloned, clusters_of, local_part, map_tensors, tensors_in
 from safeckpt.system.shared_memory import SharedMemory
 from safeckpt.system.threads import start
 from safeckpt.system.torch_private import with_local_part
@@ -55,7 +55,7 @@ class Staging:
         """Make memory for the tensors of `tree` ready in a thread, so that the first copy does not wait for it."""
         if self._places or self._warming is not None:
             return
-        kinds = [_kind_of(cluster) for cluster in clusters_of(tensor for _, tensor in named_tensors(tree))]
+        kinds = [_kind_of(cluster) for cluster in clusters_of(tensors_in(tree))]
 
         def work() -> None:
             buffers = self._make(kinds)
@@ -89,7 +89,7 @@ class Staging:
             return self._copy(tree)
 
     def _copy(self, tree: Any) -> Any:
-        clusters = clusters_of(local_part(tensor) for _, tensor in named_tensors(tree))
+        clusters = clusters_of(map(local_part, tensors_in(tree)))
         self._fit(clusters)
         staged: dict[int, torch.Tensor] = {}
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []

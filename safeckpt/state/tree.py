@@ -32,6 +32,7 @@ __all__ = [
     "named_leaves",
     "named_tensors",
     "place",
+    "tensors_in",
     "to_cpu",
 ]
 
@@ -39,6 +40,7 @@ __all__ = [
 # What holds no tensor and needs no copy: a walk should not stop at thousands of integers.
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _COPIED = (list, tuple, set, frozenset)
+_CONTAINERS = (dict, *_COPIED, Mapping)
 
 
 def join(prefix: str, name: object) -> str:
@@ -50,6 +52,26 @@ def named_tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tens
     """Yield (dotted name, tensor) for every tensor in nested mappings, lists, tuples and sets, in order."""
     leaves = named_leaves(tree, prefix, skipped=_ATOMS)
     return ((name, leaf) for name, leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """Return every tensor in nested mappings, lists, tuples and sets once, in no order.
+
+    Cost: a third of that of `named_tensors`, which makes the names.
+    """
+    found: dict[int, torch.Tensor] = {}
+    containers: list[Any] = [(tree,)]
+    seen: set[int] = set()
+    for container in containers:  # which grows, and holds what is in `seen`
+        for value in container.values() if isinstance(container, Mapping) else container:
+            if type(value) in _ATOMS:
+                continue
+            if isinstance(value, torch.Tensor):
+                found[id(value)] = value
+            elif isinstance(value, _CONTAINERS) and id(value) not in seen:
+                seen.add(id(value))
+                containers.append(value)
+    return list(found.values())
 
 
 def named_leaves(
@@ -226,7 +248,7 @@ def clusters_of(tensors: Iterable[torch.Tensor]) -> list[Cluster]:
 
 def detached(tree: Any) -> Any:
     """Return the tree with every tensor detached: one with a history comes back from a file requiring gradients."""
-    if not any(tensor.requires_grad for _, tensor in named_tensors(tree)):
+    if not any(tensor.requires_grad for tensor in tensors_in(tree)):
         return tree
     return map_tensors(tree, lambda tensor: tensor.detach() if tensor.requires_grad else tensor)
 
@@ -249,7 +271,8 @@ def copy_tree(tree: Any, transfer: Transfer | None = None, targets: Mapping[int,
         copies.append((own, memory))
         return own
 
-    clusters = clusters_of(tensor for _, tensor in named_tensors(tree))
+    tensors = tensors_in(tree)
+    clusters = clusters_of(tensors)
     for cluster in clusters:
         target = targets.get(id(cluster.members[0])) if len(cluster.members) == 1 else None
         if target is None:
@@ -257,7 +280,7 @@ def copy_tree(tree: Any, transfer: Transfer | None = None, targets: Mapping[int,
         else:
             copies.append((target, cluster.members[0]))
             moved[id(cluster.members[0])] = partial(_itself, target)
-    for _, tensor in named_tensors(tree):
+    for tensor in tensors:
         if id(tensor) in targets and hasattr(tensor, "to_local"):
             target = targets[id(tensor)]
             copies.append((local_part(target), local_part(tensor)))
@@ -304,7 +327,7 @@ def to_cpu(tree: Any) -> Any:
 
     What overlaps on the device overlaps in the copy, so ties survive the transfer.
     """
-    away = [tensor for _, tensor in named_tensors(tree) if tensor.device.type not in ("cpu", "meta")]
+    away = [tensor for tensor in tensors_in(tree) if not tensor.is_cpu and not tensor.is_meta]
     if not away:
         return tree
     moved = place(clusters_of(away), lambda memory: memory.cpu())
