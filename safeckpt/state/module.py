@@ -33,18 +33,20 @@ from safeckpt.system.torch_private import (
 __all__ = ["ModuleComponent", "clean_modules", "persistent_tensors", "unwrap"]
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+_PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 _NORMS = frozenset({"SyncBatchNorm", "BatchNorm1d", "BatchNorm2d", "BatchNorm3d"})
 
 
 def _wrapped(module: nn.Module) -> tuple[str, nn.Module] | None:
     """Return (attribute, inner module) of a wrapper that adds a prefix to every name, None for a real module."""
-    if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+    if isinstance(module, _PARALLEL):
         return "module", module.module
     children = children_of(module)
-    for attribute in WRAPPED_MODULES:
-        # A ScriptModule's mapping of children has no get().
-        if len(children) == 1 and attribute in children and (inner := children[attribute]) is not None:
-            return attribute, inner
+    if len(children) == 1:
+        for attribute in WRAPPED_MODULES:
+            # A ScriptModule's mapping of children has no get().
+            if attribute in children and (inner := children[attribute]) is not None:
+                return attribute, inner
     return None
 
 
@@ -63,8 +65,9 @@ def clean_modules(module: nn.Module) -> dict[str, tuple[str, nn.Module]]:
     found: dict[str, tuple[str, nn.Module]] = {}
 
     def visit(raw: str, clean: str, current: nn.Module) -> None:
-        found[raw] = (clean, unwrap(current))
-        if (wrapped := _wrapped(current)) is not None:
+        wrapped = _wrapped(current)
+        found[raw] = (clean, current if wrapped is None else unwrap(wrapped[1]))
+        if wrapped is not None:
             visit(join(raw, wrapped[0]), clean, wrapped[1])
             return
         for name, child in children_of(current).items():
@@ -144,7 +147,7 @@ class ModuleComponent(Component):
             clean = ((modules[path][0] if path in modules else path, dict(one)) for path, one in metadata.items())
             set_versions(state, OrderedDict(clean))
         record = {
-            "classes": {clean: class_name(module) for clean, module in modules.values()},
+            "classes": _classes_in(modules),
             "training": {clean: module.training for clean, module in modules.values()},
             "requires_grad": self._flags(),
             "options": options_of(dict(modules.values())),
@@ -181,13 +184,14 @@ class ModuleComponent(Component):
 
     def notices(self, captured: Captured) -> list[str]:
         """Return renamed classes and the like: differences with which every tensor still fits."""
-        saved, live = captured.record, self.capture().record
-        differences = self._class_differences(saved["classes"], live["classes"])
+        saved, modules = captured.record, clean_modules(self.obj)
+        classes, live_options = _classes_in(modules), options_of(dict(modules.values()))
+        differences = self._class_differences(saved["classes"], classes)
         found = [text for text, refused in differences if not refused]
         for path, options in saved.get("options", {}).items():
-            if saved["classes"].get(path) == live["classes"].get(path):
+            if saved["classes"].get(path) == classes.get(path):
                 where = f"{join(self.name, path)} ({saved['classes'][path]})"
-                texts = changed_options(options, live["options"].get(path, ""))
+                texts = changed_options(options, live_options.get(path, ""))
                 found.extend(f"{where}: {text}" for text in texts)
         return found
 
@@ -306,6 +310,10 @@ class ModuleComponent(Component):
                 yield from guarded_tensors(value, join(self.name, key))
                 if not isinstance(value, torch.Tensor):  # extra state
                     yield from nonfinite_floats(value, join(self.name, key), infinite=False)
+
+
+def _classes_in(modules: Mapping[str, tuple[str, nn.Module]]) -> dict[str, str]:
+    return {clean: class_name(module) for clean, module in modules.values()}
 
 
 def _self_loading(module: nn.Module) -> list[tuple[str, nn.Module]]:
