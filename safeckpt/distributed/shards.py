@@ -196,15 +196,26 @@ def as_local_shards(payload: Mapping[str, Any], components: Mapping[str, Compone
     """Return a payload of whole tensors, as a file holds them, with this rank's parts where the live ones are sharded.
 
     Nothing is copied: a part is a view.
+
+    Raises:
+        StateMismatchError: Nothing says how a tensor of an optimizer lies beside its sharded parameter.
     """
     layouts = _live_layouts(payload, components)
     if not any(hasattr(live, "to_local") for live in layouts.values()):
         return dict(payload)
+    unknown: list[str] = []
 
     def with_parts(tree: Any, keys: Mapping[int, str]) -> Any:
         def part(tensor: torch.Tensor) -> torch.Tensor:
             key = keys.get(id(tensor))
             live = None if key is None else _layout_of(Placeholder(key, tensor.size(), tensor.dtype), layouts)
+            parameter = None if key is None or live is not None else _sharded_owner(key, layouts)
+            if parameter is not None and tensor.numel() > 1:
+                unknown.append(
+                    f"{key}: it is whole in the checkpoint, {list(tensor.size())}, and nothing says which part of it "
+                    f"belongs to a shard of its parameter, {list(parameter.size())}. Make one optimizer step before "
+                    "restore(): then the live optimizer has it"
+                )
             return tensor if live is None or not hasattr(live, "to_local") else _part_of(tensor, live)
 
         return map_tensors(tree, part) if keys else tree
@@ -217,7 +228,19 @@ def as_local_shards(payload: Mapping[str, Any], components: Mapping[str, Compone
     }
     gradients = {id(tensor): join("safeckpt.grad", name) for name, tensor in own["gradients"].items()}
     result[RESERVED_KEY] = {**own, "gradients": with_parts(own["gradients"], gradients)}
+    if unknown:
+        raise StateMismatchError(mismatches=unknown)
     return result
+
+
+def _sharded_owner(key: str, layouts: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """Return the parameter that a tensor of an optimizer belongs to, if each rank has a part of it."""
+    owner = key
+    while owner not in layouts and "." in owner:
+        owner = owner.rpartition(".")[0]
+    live = layouts.get(owner)
+    sharded = any(placement.is_shard() for placement in getattr(live, "placements", ()))
+    return live if owner != key and sharded else None
 
 
 def _part_of(tensor: torch.Tensor, live: Any) -> torch.Tensor:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import safeckpt
 from tests.distributed import groups, settings
 from tests.distributed.scenarios import outcome
+from tests.faults import Operation, intercept
 
 pytestmark = pytest.mark.slow
 
@@ -48,6 +51,25 @@ def _check(seen: list[dict[str, Any]]) -> None:
     assert not wrong, "\n".join(f"{name}: {text}" for name, text in wrong.items())
 
 
+def _by_process(path: Path) -> dict[str, Any]:
+    warnings.simplefilter("ignore")
+    names = (
+        "ddp_adamw",
+        "ddp_own_buffers",
+        "fsdp_tied",
+        "fsdp_bf16_model",
+        "fsdp_row_statistics",
+        "loader_with_workers",
+    )
+    cases = {name: functools.partial(settings.resumes, settings.PAIR[name], "process") for name in names}
+    return groups.run_cases(cases, path)
+
+
+def test_setting_whose_ranks_have_processes_that_write_resumes_exactly(tmp_path: Path) -> None:
+    """One file and shards, states of each rank's own, loader workers that are forked meanwhile: the same."""
+    _check(groups.results(2, _by_process, tmp_path))
+
+
 @pytest.mark.parametrize("names", _chunks("PAIR", 2))
 def test_setting_of_two_ranks_resumes_exactly(tmp_path: Path, names: tuple[str, ...]) -> None:
     """DDP and FSDP2 in every kind: the losses after the resume and the whole state are those of the run."""
@@ -57,6 +79,60 @@ def test_setting_of_two_ranks_resumes_exactly(tmp_path: Path, names: tuple[str, 
 def test_setting_of_four_ranks_resumes_exactly(tmp_path: Path) -> None:
     """Meshes of two dimensions, tensor parallel, experts: the same."""
     _check(groups.results(4, _all, tmp_path, "FOUR", tuple(settings.FOUR)))
+
+
+# -- one rank that is not like the others ------------------------------------------------------------------------------
+
+
+def _slow(path: Path, async_save: Any) -> Any:
+    """Save while one rank takes longer for its part than a rank is waited for that does not come."""
+    made = settings.PAIR["fsdp_tied"]()
+
+    def late(operation: Operation, call: Callable[[], Any]) -> Any:
+        if operation.kind == "sync" and settings.rank() == 1:
+            time.sleep(3)
+        return call()
+
+    options: Any = {"async_save": async_save, "save_on_exit": False, "ranks": safeckpt.Ranks(1.0)}
+    with intercept(late), settings.manager_of(made.components, path, **options) as manager:
+        for number in (1, 2):
+            made.step(number)
+            if settings.rank() == 1:
+                time.sleep(0.5)
+            manager.save(number)
+        manager.wait()
+        return [one.step for one in manager.checkpoints()]
+
+
+@pytest.mark.parametrize("async_save", [False, True, "process"])
+def test_rank_that_is_slow_is_waited_for(tmp_path: Path, async_save: Any) -> None:
+    """It comes late to the call and takes long for its write; both saves are committed on all ranks."""
+    assert groups.results(2, _slow, tmp_path, async_save) == [[1, 2], [1, 2]]
+
+
+def _drawing(path: Path) -> Any:
+    """Draw behind `end_step` on one rank, and return what was said and the losses."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    data = torch.utils.data.TensorDataset(torch.zeros(12, 4))
+    loader = safeckpt.ResumableLoader(torch.utils.data.DataLoader(data, batch_size=2), seed=0)
+    parts = {"model": model, "loader": loader}
+    with settings.manager_of(parts, path, save_every=2) as manager, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in loader.epochs(2):
+            for _ in loader:
+                manager.end_step(manager.step + 1)
+                if settings.rank() == 1:
+                    torch.rand(1)
+    return [str(one.message).partition(":")[0] for one in told], manager.step
+
+
+def test_draw_behind_the_end_of_a_step_is_told_by_the_rank_that_draws(tmp_path: Path) -> None:
+    """It is that rank's script that is wrong; the others are told nothing, and wait for nothing."""
+    assert groups.results(2, _drawing, tmp_path) == [
+        ([], 12),
+        (["end_step was not the last statement of the body"], 12),
+    ]
 
 
 # -- stages in other layouts -------------------------------------------------------------------------------------------
@@ -189,6 +265,45 @@ def test_state_goes_through_a_chain_of_layouts(tmp_path: Path) -> None:
             assert found.keys() == (wanted or found).keys()
             for name, tensor in found.items():
                 assert torch.equal(wanted.setdefault(name, tensor), tensor), (size, kind, name)
+
+
+def _statistics_of_one_process(path: Path) -> Any:
+    """Restore the statistics of a run that was whole, without them and with them in the live optimizer."""
+    torch.manual_seed(3)
+    model = settings.fsdp(settings.net())
+    made = settings.trained(model, settings.RowStatistics(model.parameters()))
+    with warnings.catch_warnings(), settings.manager_of(made.components, path, save_on_exit=False) as manager:
+        warnings.simplefilter("ignore")
+        before = [settings.whole(p) for p in model.parameters()]
+        refused = outcome(manager.restore)
+        same = all(torch.equal(one, settings.whole(p)) for one, p in zip(before, model.parameters(), strict=True))
+        made.step(9)
+        restored = outcome(manager.restore)
+        state = made.components["optimizer"].state[model.head.weight]
+        return refused, same, restored["error"], settings.whole(state["row"]), settings.whole(state["column"])
+
+
+def _save_whole(path: Path) -> Any:
+    model = settings.net()
+    made = settings.trained(model, settings.RowStatistics(model.parameters()))
+    with settings.manager_of(made.components, path) as manager:
+        made.step(1)
+        manager.save(1)
+    state = made.components["optimizer"].state[model.head.weight]
+    return state["row"], state["column"]
+
+
+def test_statistics_of_a_run_without_shards_are_never_taken_for_parts(tmp_path: Path) -> None:
+    """A fresh optimizer does not say how they lie: an early error; one that has them gets its parts, exactly."""
+    ((row, column),) = groups.results(1, _save_whole, tmp_path)
+    for refused, same, error, found_row, found_column in groups.results(2, _statistics_of_one_process, tmp_path):
+        assert refused["error"] == "StateMismatchError"
+        assert "optimizer.model.embed.weight.row: it is whole in the checkpoint, [11, 1]" in refused["text"]
+        assert "Make one optimizer step before restore()" in refused["text"]
+        assert same
+        assert error is None
+        assert torch.equal(found_row, row)
+        assert torch.equal(found_column, column)
 
 
 # -- faults on one rank that only this kind of state can have ----------------------------------------------------------
