@@ -13,6 +13,7 @@ import os
 import pickle
 import subprocess
 import sys
+import tempfile
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -123,7 +124,7 @@ def wait_for_ranks(seconds: float) -> None:
 
 
 def torchrun(size: int, *arguments: str, restarts: int = 0, seconds: float = 240) -> subprocess.CompletedProcess[str]:
-    """Run `tests.distributed.script` under torchrun."""
+    """Run `tests.distributed.script` under torchrun; when that is killed, what it has started may live on."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size),
         "--max-restarts", str(restarts), "--monitor-interval", "0.1", "-m", "tests.distributed.script", *arguments,
@@ -135,7 +136,12 @@ def torchrun(size: int, *arguments: str, restarts: int = 0, seconds: float = 240
         # Else a restarted group meets in the store of the one before and finds its addresses, pytorch#135712.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
+    with tempfile.TemporaryFile("w+") as errors:  # not a pipe, which those that live on would hold open
+        done = subprocess.run(
+            command, env=environment, stdout=subprocess.DEVNULL, stderr=errors, text=True, timeout=seconds, check=False
+        )
+        errors.seek(0)
+        return subprocess.CompletedProcess(command, done.returncode, "", errors.read())
 
 
 def losses_in(path: Path) -> dict[int, float]:

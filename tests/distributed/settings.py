@@ -66,9 +66,8 @@ def rank() -> int:
 
 
 def manager_of(components: dict[str, Any], path: Path, **options: Any) -> safeckpt.CheckpointManager:
-    return safeckpt.CheckpointManager(
-        path, components, lock_timeout_seconds=5.0, ranks=safeckpt.Ranks(60.0, on_drift="error"), **options
-    )
+    options = {"ranks": safeckpt.Ranks(60.0, on_drift="error"), **options}
+    return safeckpt.CheckpointManager(path, components, lock_timeout_seconds=5.0, **options)
 
 
 def _state(components: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -78,7 +77,7 @@ def _state(components: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {name: local_part(tensor.detach()) for name, tensor in named_tensors(states)}
 
 
-def resumes(build: Callable[[], Trained], background: bool, path: Path) -> Any:
+def resumes(build: Callable[[], Trained], background: Any, path: Path) -> Any:
     """Train, save after step 3 and go on; build again, restore and go on from there; say what is not the same."""
     first = build()
     with manager_of(first.components, path, async_save=background, save_on_exit=False) as manager:
