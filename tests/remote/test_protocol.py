@@ -227,35 +227,55 @@ def test_of_two_racing_takers_one_wins_in_every_order() -> None:
     assert count > 1_000
 
 
-MUTATIONS: dict[str, tuple[str, object, Begin]] = {
-    "no look for a newer claim": ("check", lambda _: None, taken_over(2)),
-    "a claim replaces another": ("_creates", lambda self, key, data: self.client.put(key, data) or True, racing),
-    "a start is written without a second look": ("_second_look", lambda _, view: view, taken_over(1)),
+def _list_everything(number: int, start: object, files: Mapping[tuple[int, int], RemoteCheckpoint]) -> object:
+    """List what each epoch sent, also after it had lost the prefix."""
+    return dict(sorted((step, one) for (_, step), one in sorted(files.items())))
+
+
+STORIES: dict[str, Begin] = {
+    "a writer that goes on is taken over": taken_over(1),
+    "a writer that sends twice is taken over": taken_over(2),
+    "a taker goes back while the one before deletes": taken_over(1, back=True),
+    "two takers race": racing,
 }
+QUICK = "a writer that goes on is taken over"  # in a plain run; the others are slow
+
+# What is broken, by name: where, by what, the story that finds it, and what that says.
+MUTATIONS: dict[str, tuple[object, str, object, str, str]] = {
+    "no look for a newer claim": (
+        Epochs, "check", lambda _: None,
+        "a writer that sends twice is taken over", "step 3 was durable, and {2: 'A'} is what is there",
+    ),
+    "a claim replaces another": (
+        Epochs, "_creates", lambda self, key, data: self.client.put(key, data) or True,
+        "two takers race", "B and C both claimed epoch 2",
+    ),
+    "a start is written without a second look": (
+        Epochs, "_second_look", lambda _, view: view,
+        "a writer that goes on is taken over", "step 2 was durable, and {1: 'A'} is what is there",
+    ),
+    "what a zombie sent is listed": (
+        epochs_module, "_lineage", _list_everything,
+        "a writer that goes on is taken over", "B went on from 1, and [2] of another is listed",
+    ),
+    "a past is taken for granted": (
+        epochs_module, "_is_there", lambda *_: True,
+        "a taker goes back while the one before deletes", "nothing is left",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "mutation", [pytest.param(one, marks=[pytest.mark.slow] * (MUTATIONS[one][2] is racing)) for one in MUTATIONS]
+    ("where", "name", "broken", "story", "finding"),
+    [
+        pytest.param(*row, marks=[pytest.mark.slow] * (row[3] != QUICK), id=f"{mutation}, {row[3]}")
+        for mutation, row in MUTATIONS.items()
+    ],
 )
-def test_broken_protocol_is_found(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each step of the protocol is needed: without it some order of requests loses or mixes something."""
-    name, broken, begin = MUTATIONS[mutation]
-    assert hasattr(Epochs, name)
-    monkeypatch.setattr(Epochs, name, broken)
-    assert violations(begin)[1] is not None
-
-
-def test_listing_of_what_a_zombie_sent_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With every epoch's files listed, a taker sees what the one before sent after it had lost the prefix."""
-
-    def everything(number: int, start: object, files: Mapping[tuple[int, int], RemoteCheckpoint]) -> object:
-        return dict(sorted((step, one) for (_, step), one in sorted(files.items())))
-
-    monkeypatch.setattr(epochs_module, "_lineage", everything)
-    assert violations(taken_over(1))[1] is not None
-
-
-def test_past_that_is_taken_for_granted_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An epoch that counts although its past was deleted would leave nothing."""
-    monkeypatch.setattr(epochs_module, "_is_there", lambda *_: True)
-    assert violations(taken_over(1, back=True))[1] is not None
+def test_broken_protocol_is_found(  # noqa: PLR0917 - pytest passes them by name
+    where: object, name: str, broken: object, story: str, finding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step of the protocol is needed: without it some order of requests in its story loses or mixes something."""
+    assert hasattr(where, name)
+    monkeypatch.setattr(where, name, broken)
+    assert violations(STORIES[story])[1] == finding
