@@ -23,6 +23,7 @@ _INSTALLED: Final = (
 
 _FOR = opcode.opmap["FOR_ITER"]
 _YIELD_FROM = opcode.opmap["SEND"]
+_BACKWARD = {number for name, number in opcode.opmap.items() if "BACKWARD" in name}
 
 
 def is_asked_by_for_loop() -> bool:
@@ -59,7 +60,8 @@ class RangeLoop(NamedTuple):
 def enclosing_range_loop() -> RangeLoop | None:
     """Return the loop around the `for` that asks for a batch, where it is one over `range(n)` or `range(1, n + 1)`.
 
-    None where another loop is around it as well, since then nobody can say what the numbers count, and without source.
+    None where another loop is around it as well, since then nobody can say what the numbers count; or where one may be,
+    in code without source.
     """
     frame: FrameType | None = sys._getframe(1)
     found: RangeLoop | None = None
@@ -87,8 +89,10 @@ def _is_installed(frame: FrameType) -> bool:
 
 
 def _loops_around(frame: FrameType) -> list[ast.stmt] | None:
-    """Return the loops that hold the line at which a frame is, innermost first; None without source."""
+    """Return the loops that hold the line at which a frame is, innermost first; None of a loop without source."""
     lines = linecache.getlines(frame.f_code.co_filename)
+    if not lines:  # what `python -c` and `exec` run
+        return None if _BACKWARD.intersection(frame.f_code.co_code[::2]) else []
     try:
         tree = ast.parse("".join(lines))
     except SyntaxError:  # a cell of a notebook with a command in it
@@ -99,7 +103,7 @@ def _loops_around(frame: FrameType) -> list[ast.stmt] | None:
     around = [node for node in nodes if node.lineno <= line <= (node.end_lineno or node.lineno)]
     around.sort(key=lambda node: node.lineno, reverse=True)
     inner = itertools.takewhile(lambda node: not isinstance(node, ast.FunctionDef), around)
-    return list(inner) if lines else None
+    return list(inner)
 
 
 def _range_loop(loop: ast.stmt, frame: FrameType) -> RangeLoop | None:

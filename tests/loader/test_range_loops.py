@@ -160,3 +160,9 @@ def test_code_without_source_is_not_judged() -> None:
     namespace: dict[str, Loop] = {}
     exec("def loop(loader):\n  for epoch in range(4):\n    for x in loader: pass\n", namespace)
     assert said(namespace["loop"], restored(2)) == []
+
+
+@pytest.mark.parametrize(("code", "count"), [("run()", 1), ("for fold in range(1): run()", 0)])
+def test_caller_without_source_is_in_the_way_if_it_has_a_loop(code: str, count: int) -> None:
+    """`python -c "main()"`, and whatever else is executed around a script, counts no epochs without a loop."""
+    assert len(said(lambda loader: exec(code, {"run": lambda: from_zero(loader)}), restored(2))) == count
