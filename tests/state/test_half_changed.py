@@ -2,7 +2,6 @@
 
 import random
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -10,97 +9,12 @@ from torch import nn
 from safeckpt import CheckpointManager, UnsavableStateError
 from safeckpt.state import Mixture, plan, register
 from tests.comparing import bits
+from tests.every_kind import CODE, trained
 from tests.state.runs import give, payload_of, refusal
 
 
 class RefusedError(Exception):
     """What a component of the user's raises."""
-
-
-class Counter:
-    """Any object with a state."""
-
-    def __init__(self):
-        self.value = 0
-
-    def state_dict(self):
-        return {"value": self.value}
-
-    def load_state_dict(self, state):
-        self.value = state["value"]
-
-
-class Loader(Counter):
-    """What is taken for a loader."""
-
-    def __iter__(self):
-        return iter(())
-
-    def __len__(self):
-        return 0
-
-
-class Extra(nn.Linear):
-    """A module with state besides its tensors."""
-
-    extra = 0
-
-    def get_extra_state(self):
-        return self.extra
-
-    def set_extra_state(self, state):
-        self.extra = state
-
-
-class Scheduler(torch.optim.lr_scheduler.StepLR):
-    """A scheduler of the user's own."""
-
-    def load_state_dict(self, state):
-        super().load_state_dict(state)
-
-
-class Optimizer(torch.optim.Adam):
-    """An optimizer of the user's own."""
-
-    def load_state_dict(self, state):
-        super().load_state_dict(state)
-
-
-class Scaler(torch.amp.GradScaler):
-    """A scaler of the user's own."""
-
-    def load_state_dict(self, state):
-        super().load_state_dict(state)
-
-
-def built(steps):
-    """Return components of every kind that have made some steps."""
-    torch.manual_seed(steps)
-    model = Extra(3, 2)
-    optimizer = Optimizer(model.parameters(), lr=0.1 * (steps + 1))
-    components = {
-        "loader": Loader(),
-        "optimizer": optimizer,
-        "scheduler": Scheduler(optimizer, 1, gamma=0.5),
-        "scaler": Scaler("cpu", init_scale=2.0**steps),
-        "object": Counter(),
-        "generator": torch.Generator(),
-        "numbers": np.random.default_rng(0),
-        "counters": {"best": 0.0, "kept": torch.zeros(2), "inner": {"list": [0]}},
-        "model": model,
-    }
-    for step in range(steps):
-        model(torch.randn(4, 3)).sum().backward()
-        optimizer.step()
-        components["scheduler"].step()
-        model.extra = components["object"].value = components["loader"].value = step + 1
-        components["counters"]["kept"].add_(1)
-        components["counters"]["inner"]["list"].append(step)
-        components["generator"].manual_seed(step)
-        components["numbers"].random()
-    model.train(steps % 2 == 0)
-    model.weight.requires_grad_(steps % 2 == 0)
-    return components
 
 
 def photo(components):
@@ -111,20 +25,13 @@ def photo(components):
     return {name: bits(value) for name, value in found.items()}
 
 
-FAILS = {
-    "model": "set_extra_state",
-    "object": "load_state_dict", "scaler": "load_state_dict", "scheduler": "load_state_dict",
-    "optimizer": "load_state_dict", "loader": "load_state_dict",
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("failing", FAILS)
+@pytest.mark.parametrize("failing", CODE)
 def test_component_that_fails_in_a_restore_leaves_every_object_as_it_was(failing, when, monkeypatch):
     """Before its own change or after it: all kinds have their state from before, and the note says so."""
-    payload = payload_of(built(3))
-    components = built(2)
-    kind, method = type(components[failing]), FAILS[failing]
+    payload = payload_of(trained(3))
+    components = trained(2)
+    kind, _, method = CODE[failing]
     original, calls = getattr(kind, method), []
 
     def fails_once(self, state):
@@ -144,20 +51,21 @@ def test_component_that_fails_in_a_restore_leaves_every_object_as_it_was(failing
     (note,) = caught.value.__notes__
     assert note == f"safeckpt: loading {failing} failed; every object has its state from before the restore."
     give(payload, components)
-    assert photo(components)["model"] == photo(built(3))["model"]
+    assert photo(components)["model"] == photo(trained(3))["model"]
 
 
-@pytest.mark.parametrize("failing", FAILS)
+@pytest.mark.parametrize("failing", CODE)
 def test_component_that_never_loads_is_named_and_the_others_are_as_they_were(failing, monkeypatch):
     """It cannot be put back either: it is the one that has to be built again."""
-    payload = payload_of(built(3))
-    components = built(2)
+    payload = payload_of(trained(3))
+    components = trained(2)
 
     def fails(self, state):
         raise RefusedError
 
     before = photo(components)
-    monkeypatch.setattr(type(components[failing]), FAILS[failing], fails)
+    kind, _, method = CODE[failing]
+    monkeypatch.setattr(kind, method, fails)
     ready = plan(register(components), payload)
     with pytest.raises(RefusedError) as caught:
         ready.apply(mixture := Mixture())
