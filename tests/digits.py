@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset
 
 import safeckpt
-from tests.training import endless
+from tests.training import endless, seed_all
 
 
 class Net(nn.Module):
@@ -67,9 +67,7 @@ class Digits:
         safeckpt.save({"images": images, "labels": torch.tensor(digits.target)}, path)
 
     def __init__(self, path: Path, *, workers: int = 0, total_steps: int = 2000) -> None:
-        torch.manual_seed(0)
-        random.seed(0)
-        np.random.seed(0)
+        seed_all()
         self.model = Net()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=2e-3)
         self.scheduler = OneCycleLR(self.optimizer, max_lr=5e-3, total_steps=total_steps)
@@ -88,7 +86,7 @@ class Digits:
         }
 
     def learn(self, images: torch.Tensor, labels: torch.Tensor, *, poison: bool = False) -> float:
-        """Train on a batch and return the loss; a poisoned one turns the weights to NaN, as without a scaler."""
+        """Train on a batch and return the loss; a poisoned one turns the weights to NaN, past the scaler."""
         loss = nn.functional.cross_entropy(self.model(images), labels) * (float("inf") if poison else 1)
         self.optimizer.zero_grad()
         self.scaler.scale(loss).backward()

@@ -3,14 +3,43 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from tests.comparing import bits, streams
+
+
+def seed_all(number: int = 0) -> None:
+    """Seed every stream that a run draws from."""
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)
+
+
+def update(components: Mapping[str, Any], loss_of: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Do one step of the optimizer, and of the scheduler if there is one, down a loss; return it.
+
+    Runs with a scaler, with accumulation or with several optimizers are about just that, and write their step out.
+    """
+    optimizer, scheduler = components["optimizer"], components.get("scheduler")
+
+    def closure() -> torch.Tensor:  # which L-BFGS calls several times
+        optimizer.zero_grad()
+        loss = loss_of()
+        loss.backward()
+        return loss
+
+    loss: torch.Tensor = optimizer.step(closure)
+    if isinstance(scheduler, ReduceLROnPlateau):
+        scheduler.step(loss.item())
+    elif scheduler is not None:
+        scheduler.step()
+    return loss
 
 
 def endless(loader: Iterable[Any]) -> Iterator[Any]:
@@ -42,9 +71,7 @@ class Run:
     """
 
     def __init__(self, seed: int = 0, total_steps: int = 400) -> None:
-        torch.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed)
+        seed_all(seed)
         fixed = torch.Generator().manual_seed(1)
         self._data = torch.randn(256, 8, generator=fixed)
         self._target = self._data.sum(dim=1, keepdim=True)
@@ -65,11 +92,7 @@ class Run:
         # Noise from the other two streams, so that a run that lost either is another run.
         noise = 1e-3 * (random.random() + np.random.rand())
         target = self._target[rows] * (float("inf") if poison else 1.0) + noise
-        loss = nn.functional.mse_loss(self.model(self._data[rows]), target)
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
-        self.scheduler.step()
+        loss = update(self.components, lambda: nn.functional.mse_loss(self.model(self._data[rows]), target))
         self.counters["steps"] += 1
         return loss.item()
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import safeckpt
 from tests.comparing import bits
-from tests.training import endless
+from tests.training import endless, update
 
 Kind = Literal["alone", "ddp", "fsdp", "2d"]
 
@@ -122,13 +122,8 @@ class Run:
         """Train on the next batch and return this rank's loss."""
         images, labels = next(self._batches)
         images = images + 0.01 * torch.randn(images.shape, generator=self.generator)
-        loss = nn.functional.cross_entropy(self.model(images), labels)
-        if self.bad == (self.rank, number):
-            loss = loss * float("nan")
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
-        self.scheduler.step()
+        scale = float("nan") if self.bad == (self.rank, number) else 1.0
+        loss = update(self.components, lambda: scale * nn.functional.cross_entropy(self.model(images), labels))
         self.counters["seen"] += len(labels)
         return loss.item()
 

@@ -28,6 +28,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 import safeckpt
+from tests.training import seed_all, update
 
 ROWS, WIDTH = 96, 6
 _fixed = torch.Generator().manual_seed(1)
@@ -35,13 +36,6 @@ DATA = torch.randn(ROWS, WIDTH, generator=_fixed)
 TARGET = DATA.sum(dim=1, keepdim=True)
 
 Components = dict[str, Any]
-
-
-def seed() -> None:
-    """Seed every stream that the loops draw from."""
-    torch.manual_seed(0)
-    random.seed(0)
-    np.random.seed(0)
 
 
 class Net(nn.Module):
@@ -65,7 +59,7 @@ class Net(nn.Module):
 
 def build() -> Components:
     """Everything is a component: a right loop, as long as everything is restored."""
-    seed()
+    seed_all()
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return {
@@ -151,18 +145,14 @@ def restore_then_clear_gradients(manager: safeckpt.CheckpointManager, c: Mapping
 
 
 def build_small() -> Components:
-    seed()
+    seed_all()
     model = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1))
     return {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=1e-2)}
 
 
 def small_step(c: Components, scale: float = 1.0) -> torch.Tensor:
     rows = torch.randint(0, ROWS, (16,))
-    loss = scale * nn.functional.mse_loss(c["model"](DATA[rows]), TARGET[rows])
-    c["optimizer"].zero_grad()
-    loss.backward()
-    c["optimizer"].step()
-    return loss
+    return update(c, lambda: scale * nn.functional.mse_loss(c["model"](DATA[rows]), TARGET[rows]))
 
 
 class Counting(nn.Module):
@@ -192,7 +182,7 @@ class Buffered(nn.Module):
 
 
 def build_around(model: type[nn.Module]) -> Components:
-    seed()
+    seed_all()
     module = model()
     return {"model": module, "optimizer": torch.optim.SGD(module.parameters(), lr=1e-2)}
 
@@ -312,7 +302,7 @@ MODEL_KINDS: dict[str, type[nn.Module]] = {"norms": Net, "lstm": Recurrent, "att
 
 
 def build_kind(model: str, optimizer: str, scheduler: str) -> Components:
-    seed()
+    seed_all()
     module = MODEL_KINDS[model]()
     one = OPTIMIZER_KINDS[optimizer](module.parameters())
     return {"model": module, "optimizer": one, "scheduler": SCHEDULER_KINDS[scheduler](one)}
@@ -320,16 +310,7 @@ def build_kind(model: str, optimizer: str, scheduler: str) -> Components:
 
 def kind_step(c: Components) -> float:
     rows = torch.randint(0, ROWS, (16,))
-
-    def closure() -> torch.Tensor:
-        c["optimizer"].zero_grad()
-        loss = nn.functional.mse_loss(c["model"](DATA[rows]), TARGET[rows])
-        loss.backward()
-        return loss
-
-    loss = c["optimizer"].step(closure).item()
-    c["scheduler"].step(*([loss] if isinstance(c["scheduler"], ReduceLROnPlateau) else []))
-    return loss
+    return update(c, lambda: nn.functional.mse_loss(c["model"](DATA[rows]), TARGET[rows])).item()
 
 
 # -- runs that do not come to an end, or are never the same ------------------------------------------------------------

@@ -13,6 +13,7 @@ from safeckpt import CheckpointManager, StateMismatchError, load
 from safeckpt.state import Mixture, capture, copy_tree, plan, register
 from safeckpt.state.run_state import RESERVED_KEY
 from tests.comparing import bits, changes, photograph, streams
+from tests.training import seed_all, update
 
 
 class Net(nn.Module):
@@ -40,12 +41,6 @@ class SparseNet(nn.Module):
         return self.embedding((x[:, :2].abs() * 10).long() % 12).tanh().sum(dim=1)
 
 
-def seed(number):
-    torch.manual_seed(number)
-    np.random.seed(number)
-    random.seed(number)
-
-
 def batch(dtype=torch.float32):
     """Draw a batch from all three streams, so that a run depends on each of them."""
     x = torch.randn(8, 4, dtype=torch.float64) + np.random.rand() + random.random()
@@ -55,24 +50,15 @@ def batch(dtype=torch.float32):
 
 def train_step(components, dtype=torch.float32):
     """Do one step with everything that is among the components; return the loss as a float."""
-    model, optimizer, scheduler = (components.get(name) for name in ("model", "optimizer", "scheduler"))
     x, y = batch(dtype)
 
-    def closure():
-        optimizer.zero_grad()
-        output = model(x)
+    def loss():
+        output = components["model"](x)
         if output.is_complex():
             output = torch.view_as_real(output).sum(-1)
-        loss = ((output - y) ** 2).mean()
-        loss.backward()
-        return loss
+        return ((output - y) ** 2).mean()
 
-    loss = optimizer.step(closure).item()
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        scheduler.step(loss)
-    elif scheduler is not None:
-        scheduler.step()
-    return loss
+    return update(components, loss).item()
 
 
 def run(components, steps, step=train_step):
@@ -93,13 +79,13 @@ def resumed(build, path, kill, more, *, step=train_step, build_again=None, betwe
         between: Is called with them before the restore.
         late: Make the saving manager only after training.
     """
-    seed(1)
+    seed_all(1)
     components = build()
     losses = run(components, kill if late else 0, step)
     with CheckpointManager(path, components, **options) as manager:
         losses += run(components, 0 if late else kill, step)
         manager.save(kill)
-    seed(2)
+    seed_all(2)
     components = (build_again or build)()
     if between is not None:
         between(components)
@@ -109,7 +95,7 @@ def resumed(build, path, kill, more, *, step=train_step, build_again=None, betwe
 
 
 def straight(build, steps, step=train_step):
-    seed(1)
+    seed_all(1)
     components = build()
     return run(components, steps, step), components
 

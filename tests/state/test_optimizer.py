@@ -18,7 +18,7 @@ from tests.state.runs import (
     refusal,
     resumed,
     run,
-    seed,
+    seed_all,
     straight,
     through_file,
     train_step,
@@ -435,12 +435,12 @@ def test_restored_state_shares_nothing_with_the_payload_and_can_be_restored_agai
     run(components, 2, layered_step)
     payload = payload_of(components)
     kept = bits(payload)
-    seed(3)
+    seed_all(3)
     first = run(components, 3, layered_step)
     for _ in range(2):
         give(payload, components)
         components["optimizer"].param_groups[0]["lr"].add_(0)
-        seed(3)
+        seed_all(3)
         assert run(components, 3, layered_step) == first
         assert bits(payload) == kept
 
@@ -766,12 +766,12 @@ def test_first_values_are_handed_on_by_a_run_that_was_resumed(memory_path):
         components["optimizer"].param_groups[0]["lr"] *= 0.5
         return layered_step(components)
 
-    seed(1)
+    seed_all(1)
     components = build()
     with CheckpointManager(memory_path / "straight", components) as manager:
         run(components, 3, step)
         expected = load(manager.save(3).path)
-    seed(1)
+    seed_all(1)
     components = build()
     with CheckpointManager(memory_path / "resumed", components) as manager:
         run(components, 2, step)

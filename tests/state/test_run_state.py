@@ -16,7 +16,7 @@ from safeckpt.state import Mixture, capture, copy_tree, plan, register
 from safeckpt.state.environment import environment
 from safeckpt.state.tree import named_tensors
 from tests.comparing import bits, changes, photograph
-from tests.state.runs import Net, give, payload_of, refusal, run, seed, state_of, straight, train_step
+from tests.state.runs import Net, give, payload_of, refusal, run, seed_all, state_of, straight, train_step
 from tests.state.test_stateful import Box, Ema, Loader, PickyLoader
 
 
@@ -91,7 +91,7 @@ def test_run_that_saves_at_every_step_is_the_run_that_never_saves(memory_path):
     """Losses, draws, rates and the whole state are equal bit for bit."""
     expected, never_saved = straight(whole, 6, step)
     final = state_of(never_saved)
-    seed(1)
+    seed_all(1)
     components = whole()
     losses = []
     with CheckpointManager(memory_path, components) as manager:
@@ -107,12 +107,12 @@ def test_everything_at_once_goes_on_bit_for_bit(kill, memory_path):
     """A run with a component of every kind resumes in all of them."""
     expected, never_stopped = straight(whole, kill + 4, step)
     final = state_of(never_stopped)
-    seed(1)
+    seed_all(1)
     components = whole()
     with CheckpointManager(memory_path, components) as manager:
         losses = run(components, kill, step)
         manager.save(kill)
-    seed(2)
+    seed_all(2)
     components = whole()
     components["model"].train()
     with CheckpointManager(memory_path, components) as manager:
@@ -129,7 +129,7 @@ SAVED = {}
 def saved_payload():
     """Return a payload of `whole` after some steps, made once, copied for each use."""
     if not SAVED:
-        seed(1)
+        seed_all(1)
         components = whole()
         run(components, 3, step)
         SAVED["payload"] = payload_of(components)
@@ -351,12 +351,12 @@ def test_gradients_between_micro_steps_go_on_bit_for_bit(memory_path):
 
     expected, _ = straight(build, 10, micro_step)
     for kill in (2, 3, 4):
-        seed(1)
+        seed_all(1)
         components = build()
         with CheckpointManager(memory_path / str(kill), components) as manager:
             losses = run(components, kill, micro_step)
             manager.save(kill)
-        seed(2)
+        seed_all(2)
         components = build()
         with CheckpointManager(memory_path / str(kill), components) as manager:
             manager.restore()

@@ -9,7 +9,7 @@ from torch.optim import lr_scheduler as s
 from safeckpt import CheckpointManager, HyperparameterReplacedWarning, UnsavableStateError
 from safeckpt.state import Mixture, capture, plan, register
 from tests.comparing import bits, changes, photograph
-from tests.state.runs import Net, give, payload_of, refusal, run, seed, straight, train_step
+from tests.state.runs import Net, give, payload_of, refusal, run, seed_all, straight, train_step
 
 
 def build(make=lambda optimizer: s.StepLR(optimizer, 2), lr=0.1):
@@ -20,12 +20,12 @@ def build(make=lambda optimizer: s.StepLR(optimizer, 2), lr=0.1):
 
 def replaced(saved, live, *, steps=3, keep_live=()):
     """Return the report of giving a run's state to other objects, and those objects."""
-    seed(1)
+    seed_all(1)
     components = build(saved)
     registered = register(components)
     run(components, steps)
     payload = capture(registered).payload
-    seed(2)
+    seed_all(2)
     components = build(live)
     ready = plan(register(components), payload, keep_live=keep_live)
     ready.apply(Mixture())
@@ -97,12 +97,12 @@ def test_scheduler_over_lambdas_saves_what_they_are_not(memory_path):
 def test_scheduler_constructed_after_the_optimizer_was_restored_does_not_move_the_rate(make, memory_path):
     """A constructor sets the learning rate at once; the restore that follows puts back the saved one."""
     expected, _ = straight(lambda: build(make), 7)
-    seed(1)
+    seed_all(1)
     components = build(make)
     with CheckpointManager(memory_path, components) as manager:
         losses = run(components, 4)
         manager.save(4)
-    seed(2)
+    seed_all(2)
     model = Net()
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
     parts = {"model": model, "optimizer": optimizer}
@@ -145,7 +145,7 @@ def test_restored_scheduler_shares_nothing_with_the_payload():
     results = []
     for _ in range(2):
         give(payload, components)
-        seed(4)
+        seed_all(4)
         results.append((run(components, 3), bits(components["scheduler"].state_dict())))
     assert results[0] == results[1]
     assert bits(payload) == kept
@@ -211,7 +211,7 @@ def test_arguments_that_the_file_overrules_are_reported(kind):
 
 def test_base_rate_that_the_file_overrules_is_reported():
     """A new learning rate in a script with a schedule is in the schedule's base rates and the optimizer's first."""
-    seed(1)
+    seed_all(1)
     payload = payload_of(build())
     components = build(lr=0.5)
     with_warning = plan(register(components), payload).replaced
@@ -306,7 +306,7 @@ def test_argument_that_is_kept_and_the_same_changes_no_rate():
 def test_schedule_without_a_closed_form_says_that_its_rate_is_the_old_one():
     """A composed schedule cannot tell what its rate would be: a notice says what to do."""
     saved, live, _ = CHANGED["inside a composed one"]
-    seed(1)
+    seed_all(1)
     components = build(saved)
     run(components, 3)
     ready = plan(register(build(live)), payload_of(components), keep_live=["scheduler._schedulers.0.total_iters"])
@@ -328,7 +328,7 @@ def test_arguments_inside_composed_schedulers_can_be_kept():
 
 def test_new_base_rate_can_be_kept_under_a_schedule():
     """Rate, first rate and base rates kept together make the schedule go on from the script's new rate."""
-    seed(1)
+    seed_all(1)
     components = build(lambda o: s.LambdaLR(o, lambda epoch: 1 / (1 + epoch)))
     registered = register(components)
     run(components, 3)

@@ -7,7 +7,7 @@ import torch
 from torch.optim import SGD, AdamW, lr_scheduler, swa_utils
 
 from safeckpt import CheckpointManager
-from tests.state.runs import Net, assert_resumes, resumed, run, seed, straight
+from tests.state.runs import Net, assert_resumes, resumed, run, seed_all, straight
 
 STEPS = 12
 S = lr_scheduler
@@ -140,7 +140,7 @@ def test_run_resumed_twice_reports_nothing_and_goes_on(name, memory_path):
     losses, components = resumed(build, memory_path, 2, 3)
     with CheckpointManager(memory_path / "again", components) as manager:
         manager.save(5)
-    seed(3)
+    seed_all(3)
     components = build()
     with CheckpointManager(memory_path / "again", components) as manager:
         manager.restore()

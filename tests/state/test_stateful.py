@@ -10,7 +10,7 @@ from torch.optim import SGD, swa_utils
 from safeckpt import CheckpointManager, HyperparameterReplacedWarning, UnsavableStateError
 from safeckpt.state import capture, plan, register
 from tests.comparing import bits, changes, photograph
-from tests.state.runs import Net, assert_resumes, give, payload_of, refusal, run, seed, train_step
+from tests.state.runs import Net, assert_resumes, give, payload_of, refusal, run, seed_all, train_step
 from tests.state.test_guard import judge, names
 
 # -- gradient scalers -----------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def test_object_with_a_state_dict_goes_on_and_shares_nothing(memory_path):
     assert not payload["ema"]["last"].requires_grad
     for _ in range(2):
         give(payload, components)
-        seed(1)
+        seed_all(1)
         run(components, 2, step)
     assert bits(payload) == kept
 
