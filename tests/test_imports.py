@@ -73,22 +73,26 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+WORDS = [
+    ("--help",),
+    ("--version",),
+    ("list", "{}"),
+    ("list", "{}", "{}", "--sort", "accuracy:max", "--where", "loss<9"),
+    ("log", "{}"),
+    ("latest", "{}"),
+    ("best", "{}", "accuracy:max"),
+    ("verify", "{}"),
+    ("verify", "{}/step-00000001.pt"),
+    ("plot", "{}", "-o", "{}/a.png"),
+    ("prune", "{}", "--keep-last", "1", "--keep-best", "loss", "--dry-run"),
+]
+
+
 @pytest.mark.parametrize(
     "arguments",
-    [
-        ("--help",),
-        ("--version",),
-        ("list", "{}"),
-        ("list", "{}", "{}", "--sort", "accuracy:max", "--where", "loss<9"),
-        ("log", "{}"),
-        ("latest", "{}"),
-        ("best", "{}", "accuracy:max"),
-        ("verify", "{}"),
-        ("verify", "{}/step-00000001.pt"),
-        ("plot", "{}", "-o", "{}/a.png"),
-        ("prune", "{}", "--keep-last", "1", "--keep-best", "loss", "--dry-run"),
+    [  # a process each
+        pytest.param(words, id=words[0], marks=[pytest.mark.slow] * (words != ("verify", "{}"))) for words in WORDS
     ],
-    ids=lambda arguments: arguments[0],
 )
 def test_commands_that_look_at_files_run_without_torch(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     """Listing, drawing, verifying and pruning do not import torch, so that they take no seconds to start."""

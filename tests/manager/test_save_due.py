@@ -72,7 +72,10 @@ def train(path: Path, every: int, kill_at: int | None) -> tuple[int, list[float]
     return first, trainer.losses
 
 
-@pytest.mark.parametrize(("every", "kill_at", "at"), [(1, 6, 5), (3, 8, 6), (4, 9, 8), (4, 5, 4)])
+@pytest.mark.parametrize(
+    ("every", "kill_at", "at"),
+    [(1, 6, 5), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((3, 8, 6), (4, 9, 8), (4, 5, 4)))],
+)
 def test_killed_run_resumes_exactly(tmp_path: Path, every: int, kill_at: int, at: int) -> None:
     """Inside an epoch and at its border: validation, schedule and the end of the epoch are in the checkpoint."""
     straight = children.run(train, tmp_path / "straight", 1, None).value

@@ -188,7 +188,7 @@ def test_interrupt_at_an_operation_loses_nothing(memory_path: Path, scenario: Sc
 
 
 @by_name
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.slow), "after"])
 def test_kill_at_an_operation_loses_nothing(memory_path: Path, scenario: Scenario, when: str) -> None:
     """SIGKILL before or after any operation leaves the old or the new content, and the next save clears the rest."""
 
