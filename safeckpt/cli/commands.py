@@ -40,6 +40,15 @@ Examples:
   safeckpt list runs/a --where 'saved<2026-11-30T18:00' --sort loss
 """
 
+_IMPORT_EXAMPLES = """\
+\b
+Examples:
+  safeckpt import old.pt runs/a --map model=net --map optimizer=opt --step 9
+  safeckpt import last.ckpt runs/a --map model=state_dict \\
+      --map optimizer=optimizer_states.0
+  safeckpt import output/checkpoint-500 runs/a
+"""
+
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 _all = click.option("--all", "everything", is_flag=True, help="Print every value.")
 
@@ -340,23 +349,17 @@ def doctor(directory: str, *, as_json: bool) -> int:
     return diagnose(Screen(as_json=as_json), directory)
 
 
-@group.command("import", short_help="Go on with a half-finished run of another tool.")
+@group.command("import", short_help="Go on with a half-finished run of another tool.", epilog=_IMPORT_EXAMPLES)
 @click.argument("source", type=click.Path(exists=True))
 @click.argument("directory", type=click.Path(file_okay=False))
 @click.option("--map", "pairs", multiple=True, metavar="NAME=KEY", help="A component and its key; may be repeated.")
 @click.option("--step", type=click.IntRange(min=0), help="Optimizer steps completed. [what SOURCE says]")
 @_json
 def import_(source: str, directory: str, *, pairs: tuple[str, ...], step: int | None, as_json: bool) -> int:
-    r"""Make SOURCE the first checkpoint of a run in DIRECTORY.
+    """Make SOURCE the first checkpoint of a run in DIRECTORY.
 
     SOURCE is a file of torch.save, a .ckpt of Lightning, a folder checkpoint-N of Hugging Face's Trainer, or one of
     Accelerate's save_state. Keys have dots for keys within keys and numbers for entries of lists.
-
-    \b
-    Examples:
-      safeckpt import old.pt runs/a --map model=net --map optimizer=opt --step 1200
-      safeckpt import last.ckpt runs/a --map model=state_dict --map optimizer=optimizer_states.0
-      safeckpt import output/checkpoint-500 runs/a
     """
     from safeckpt.cli.importing import import_run
 

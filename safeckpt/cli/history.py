@@ -117,7 +117,7 @@ def _note(history: History, event: Mapping[str, Any], saved_losses: dict[int, di
     step, kind = event.get("step"), event.get("kind")
     if not _is_step(step):
         return
-    if kind == "saved":
+    if kind in ("saved", "imported"):
         history.saved.add(step)
         saved_losses[step] = dict(_numbers(event.get("loss"), ""))
     elif kind == "set_aside":
