@@ -231,10 +231,12 @@ class CheckpointManager:
         """
         return self._steps.stop_requested
 
-    def _is_stop_requested(self, needed_seconds: float) -> bool:
-        """Return whether this process was asked to stop, or has to, to do what takes this long before its end."""
+    def _is_stop_requested(self, needed_seconds: Callable[[], float]) -> bool:
+        """Return whether this process was asked to stop, or has to, to do what takes so long before its end."""
+        if self._signals.requested or not self._stop_time.is_set:
+            return self._signals.requested
         sending = 0.0 if self.mirror is None else self.mirror.stop_seconds
-        return self._signals.requested or self._stop_time.is_reached(needed_seconds + sending)
+        return self._stop_time.is_reached(needed_seconds() + sending)
 
     def __enter__(self) -> Self:
         return self

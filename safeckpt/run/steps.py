@@ -126,7 +126,9 @@ class Steps:
         stop_requested: Tells whether this process was asked to stop, or has to, to do what takes so many seconds.
     """
 
-    def __init__(self, run: Run, capturer: Capturer, saver: Saver, stop_requested: Callable[[float], bool]) -> None:
+    def __init__(
+        self, run: Run, capturer: Capturer, saver: Saver, stop_requested: Callable[[Callable[[], float]], bool]
+    ) -> None:
         self._run = run
         self._capturer = capturer
         self._saver = saver
@@ -153,8 +155,12 @@ class Steps:
 
     def _is_asked_to_stop(self) -> bool:
         """Return whether this process was asked to stop, or has no time for one more step and its save."""
+        return self._stop_requested(self._needed_seconds)
+
+    def _needed_seconds(self) -> float:
+        """Return how long one more step takes, with its save and what ranks need to agree."""
         heeded = _STOP_SECONDS if in_group() else 0.0
-        return self._stop_requested(self._step_seconds + self._saver.longest_seconds + heeded)
+        return self._step_seconds + self._saver.longest_seconds + heeded
 
     def _time_step(self) -> None:
         now = time.monotonic()

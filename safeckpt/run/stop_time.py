@@ -37,6 +37,11 @@ class StopTime:
         self.reached = False
         self._end = None if stop_before is None else _end_of(stop_before)
 
+    @property
+    def is_set(self) -> bool:
+        """Whether there is an end."""
+        return self._end is not None
+
     def is_reached(self, needed_seconds: float) -> bool:
         """Return whether what takes this long from now on would not be done before the end."""
         if self.reached or self._end is None:
