@@ -8,10 +8,10 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
@@ -73,6 +73,27 @@ class ImportReport:
         lines += ["not taken:", *(f"  {name}" for name in self.unused)] if self.unused else []
         lines += [f"its data stood at {self.position}"] if self.position else []
         return "\n".join(lines)
+
+
+class _Files(contextlib.ExitStack):
+    """The open files of a source.
+
+    Attributes:
+        checks: Raise where somebody has written into one of them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.checks: list[Callable[[], None]] = []
+
+    def check_unchanged(self) -> None:
+        """Check that what was read is what was verified.
+
+        Raises:
+            DamagedCheckpointError: Somebody has written into a file.
+        """
+        for check in self.checks:
+            check()
 
 
 class _Source(NamedTuple):
@@ -148,7 +169,7 @@ def import_checkpoint(
         raise ValueError(f"source must be a file or a folder here; got {source!r}")
     at = Path(expand_user(source))
     wanted = None if mapping is None else _checked_mapping(mapping)
-    with contextlib.ExitStack() as opened:
+    with _Files() as opened:
         found = _open(at, opened)
         keys = found.usual if wanted is None else wanted
         if not keys:
@@ -163,7 +184,7 @@ def import_checkpoint(
         if wanted is None:
             values |= found.entries
         payload = _payload_of(values, found, at, is_usual=wanted is None)
-        checkpoint = _commit(payload, number, directory, at)
+        checkpoint = _commit(payload, number, directory, at, opened)
     used = {key.partition(".")[0] for key in keys.values()} | ({"loops"} if wanted is None else set())
     unused = [] if "" in used else [key for key in _keys_of(found.parts) if key not in used]
     return ImportReport(checkpoint, str(at), found.kind, dict(keys), (*unused, *found.others), found.position)
@@ -196,8 +217,15 @@ def _payload_of(values: Mapping[str, Any], found: _Source, at: Path, *, is_usual
     return imported_payload(states, entries, optional=optional, kind=found.kind, name=at.name, position=found.position)
 
 
-def _commit(payload: dict[str, Any], step: int, directory: str | os.PathLike[str], at: Path) -> Checkpoint:
+def _commit(
+    payload: dict[str, Any], step: int, directory: str | os.PathLike[str], at: Path, opened: _Files
+) -> Checkpoint:
     """Write the payload as the first checkpoint of a directory."""
+
+    def check(file: BinaryIO) -> None:
+        prepared.check(file)
+        opened.check_unchanged()  # what was written was mapped from them
+
     encoded = encode(payload, root="payload")
     states = {name: state for name, state in payload.items() if name != "safeckpt"}
     masks = _refuse_nonfinite(states, at)
@@ -219,7 +247,7 @@ def _commit(payload: dict[str, Any], step: int, directory: str | os.PathLike[str
     lock.acquire()
     try:
         _refuse_used(files)
-        files.commit_step(step, prepared.write, check=prepared.check, size_bytes=prepared.size_bytes)
+        files.commit_step(step, prepared.write, check=check, size_bytes=prepared.size_bytes)
         files.events.append("imported", step=step, source=str(at))
     finally:
         lock.release()
@@ -251,7 +279,7 @@ def _refuse_nonfinite(states: Mapping[str, Any], at: Path) -> list[str]:
 # -- what is in the source --------------------------------------------------------------------------------------------
 
 
-def _open(at: Path, opened: contextlib.ExitStack) -> _Source:
+def _open(at: Path, opened: _Files) -> _Source:
     """Read what another tool has saved; tensors are mapped from the files.
 
     Raises:
@@ -272,7 +300,7 @@ def _open(at: Path, opened: contextlib.ExitStack) -> _Source:
     )
 
 
-def _load(path: Path, opened: contextlib.ExitStack) -> Any:
+def _load(path: Path, opened: _Files) -> Any:
     """Return what a file of torch.save holds, its bytes checked as far as they can be.
 
     Raises:
@@ -285,17 +313,18 @@ def _load(path: Path, opened: contextlib.ExitStack) -> Any:
         raise ValueError(f"{path} is a checkpoint of safeckpt: a manager of its directory goes on with restore()")
     with torch.serialization.safe_globals(_NUMPY):
         try:
-            payload, _ = load_lazily(file)
+            payload, source = load_lazily(file)
         except UntrustedTypeError as error:
             error.add_note(
                 "To import it all the same, load it where you trust it, and save the states alone: "
                 "torch.save({'model': old['model'], 'optimizer': old['optimizer']}, 'states.pt')."
             )
             raise
+    opened.checks.append(source.check_unchanged)
     return payload
 
 
-def _open_one_file(at: Path, opened: contextlib.ExitStack) -> _Source:
+def _open_one_file(at: Path, opened: _Files) -> _Source:
     if at.name.endswith(".safetensors"):
         return _Source("safetensors", {"model": _weights_of(at, opened)}, {"model": "model"})
     payload = _load(at, opened)
@@ -307,7 +336,7 @@ def _open_one_file(at: Path, opened: contextlib.ExitStack) -> _Source:
     return _Source("torch.save", payload, {}, steps[0] if steps else None)
 
 
-def _weights_of(at: Path, opened: contextlib.ExitStack) -> dict[str, torch.Tensor]:
+def _weights_of(at: Path, opened: _Files) -> dict[str, torch.Tensor]:
     weights = open_weights(at, None, opened)
     found = {name: held.read() for name, held in weights.tensors.items()}
     for check in weights.checks:
@@ -341,7 +370,7 @@ def _sought(epoch: int, batch: int) -> str:
     return f"batch {batch} of epoch {epoch}: loader.seek({epoch}, {batch}) goes there"
 
 
-def _open_hugging_face(at: Path, names: list[str], opened: contextlib.ExitStack) -> _Source:
+def _open_hugging_face(at: Path, names: list[str], opened: _Files) -> _Source:
     try:
         state = json.loads((at / "trainer_state.json").read_bytes())
         step, epoch = state["global_step"], state.get("epoch")
@@ -380,7 +409,7 @@ def _is_weights(name: str) -> bool:
     return re.match(r"(model|pytorch_model)(_\d+)?(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?$", name) is not None
 
 
-def _open_accelerate(at: Path, names: list[str], opened: contextlib.ExitStack) -> _Source:
+def _open_accelerate(at: Path, names: list[str], opened: _Files) -> _Source:
     parts: dict[str, Any] = {}
     if any(name.startswith(("model.", "pytorch_model.", "model-", "pytorch_model-")) for name in names):
         parts["model"] = _weights_of(at, opened)

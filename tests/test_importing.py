@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import safeckpt
-from tests.faults import contents, names_in
+from tests.faults import Operation, contents, intercept, names_in
 from tests.training import state_of
 
 USUAL = {"model": "net", "optimizer": "opt", "scheduler": "schedule"}
@@ -404,3 +405,21 @@ def test_other_readers_know_an_imported_file(tmp_path: Path) -> None:
         pytest.warns(safeckpt.ImportedStateWarning),
     ):
         manager.restore(only=("model",))
+
+
+def test_source_that_changes_while_it_is_read_is_found(tmp_path: Path) -> None:
+    """Nothing gets its name that was not verified."""
+    path, run = old_file(tmp_path), tmp_path / "run"
+    at = path.read_bytes().find(Parts().trained(3).states["net"]["0.weight"].numpy().tobytes())
+
+    def change(operation: Operation, call: Callable[[], Any]) -> Any:
+        if operation.kind == "write":
+            with path.open("r+b") as file:
+                file.seek(at)
+                file.write(b"changed")
+        return call()
+
+    with intercept(change), pytest.raises(safeckpt.DamagedCheckpointError, match=r"old\.pt"):
+        safeckpt.import_checkpoint(path, run, mapping=USUAL)
+    assert not [name for name in names_in(run) if name.startswith(("step", ".step"))]
+    safeckpt.import_checkpoint(old_file(tmp_path), run, mapping=USUAL)
