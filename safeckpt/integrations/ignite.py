@@ -113,9 +113,9 @@ def attach(
             the output itself, a number or a dict of numbers. None: there is none.
         evaluator: An engine whose metrics are recorded with a checkpoint of the same iteration. With `keep_best` each
             of its runs makes a checkpoint.
-        on_nonfinite: What to do about a loss, or a weight, that is NaN or Inf. `"raise"`: `run` raises
-            `NonFiniteError`, also where handlers of `EXCEPTION_RAISED` would hide it. `"rollback"`: back to the last
-            checkpoint, the batch that failed is left out, and the run goes on.
+        on_nonfinite: What to do about a loss, or a weight, that is NaN or Inf, and a loss above what
+            `guard` allows. `"raise"`: `run` raises the error, also where handlers of `EXCEPTION_RAISED` would hide it.
+            `"rollback"`: back to the last checkpoint, the batch that failed is left out, and the run goes on.
         max_rollbacks: How often to go back without a new checkpoint in between.
         stop_signals: Signals that save and end `run`, without `COMPLETED`; None: SIGTERM, in the main thread.
         seed: What order and augmentation derive from, as in `ResumableLoader`; None: one that is drawn.

@@ -556,8 +556,9 @@ def safe(
         trainer: A `Trainer`, or one derived from it whose `train` is that of `Trainer`. It is changed and returned.
         directory: Where the checkpoints are; not the trainer's `output_dir`.
         components: More of what the run depends on, by name.
-        on_nonfinite: What to do about a loss or a weight that is NaN or Inf: "raise" a `NonFiniteError`, or "rollback"
-            to the last checkpoint and go on without the batches of that step. A run that begins saves step 0 then.
+        on_nonfinite: What to do about a loss or a weight that is NaN or Inf, and a loss above what `guard` allows:
+            "raise" the error, or "rollback" to the last checkpoint and go on without the batches of that step. A run
+            that begins saves step 0 then.
         max_rollbacks: How often to go back without a new checkpoint in between.
         stop_signals: As in `CheckpointManager`; None: SIGTERM, in the main thread. `train()` saves and returns.
         save_on_exit: Whether the last step is saved when training is over.

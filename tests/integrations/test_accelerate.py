@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import logging
 import os
 import signal
@@ -56,13 +57,13 @@ def run_of(path, *, accelerator=None, loader=None, registered=(), **options):
     return parts
 
 
-def train(run, *, until=harness.STEPS, poison=()):
-    """Train to a step; losses of the batches in `poison`, numbered as they come, are NaN."""
+def train(run, *, until=harness.STEPS, poison=(), by=float("nan")):
+    """Train to a step; losses of the batches in `poison`, numbered as they come, are multiplied."""
     for _ in run.loader.epochs(harness.EPOCHS):
         for x, y, index in run.loader:
             loss = torch.nn.functional.mse_loss(run.model(x), y)
             if len(run.seen) in poison:
-                loss = loss * float("nan")
+                loss = loss * by
             run.seen.append(index.tolist())
             run.accelerator.backward(loss)
             run.optimizer.step()
@@ -177,6 +178,28 @@ def test_rollback_leaves_the_batch_out_and_goes_on(tmp_path, caplog):
     with straight.manager:
         train(straight)
     assert [*seen[:6], *seen[9:]] == [batch for number, batch in enumerate(straight.seen) if number != 6]
+
+
+def test_loss_that_jumps_is_rolled_back_as_one_that_is_nan(tmp_path, caplog):
+    """By the limit of the guard; without a rollback it is an error of its own."""
+    guard = safeckpt.Guard(loss_above=safeckpt.TimesMedian(1000, steps=4))
+    run = run_of(tmp_path, save_every=4, guard=guard, on_nonfinite="rollback")
+    with run.manager, caplog.at_level(logging.WARNING, "safeckpt"):
+        train(run, poison={6}, by=1e6)
+    assert run.seen[7:9] == run.seen[4:6]
+    assert run.seen[6] not in run.seen[7:12]
+    assert "times the median" in caplog.text
+    run = run_of(tmp_path / "raises", guard=guard)
+    with pytest.raises(safeckpt.LossSpikeError), run.manager:
+        train(run, poison={6}, by=1e6)
+
+
+def test_time_limit_saves_and_stops(tmp_path):
+    """The options are those of the manager."""
+    run = run_of(tmp_path, stop_before=dt.datetime.now(dt.UTC))
+    with run.manager:
+        train(run)
+    assert len(run.seen) == safeckpt.latest(tmp_path).step == 1
 
 
 def test_rollbacks_are_bounded(tmp_path):

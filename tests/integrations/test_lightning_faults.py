@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import os
 import signal
@@ -106,6 +107,19 @@ def test_signal_saves_and_stops_and_the_rest_follows(tmp_path, at):
     straight = whole(tmp_path / "straight", save_every=100)
     (stopped,), (first,) = harness.run(stop, tmp_path / "run", name="stopped", at=at)
     assert isinstance(stopped.error, SystemExit)
+    (ended,), (rest,) = harness.run(train, tmp_path / "run", name="resumed", save_every=100)
+    assert ended.error is None
+    assert first + rest == straight
+
+
+@pytest.mark.slow
+def test_time_limit_saves_and_stops_and_the_rest_follows(tmp_path):
+    """As a signal does."""
+    straight = whole(tmp_path / "straight", save_every=100)
+    options = {"safe": {"stop_before": dt.datetime.now(dt.UTC)}, "save_every": 100}
+    (stopped,), (first,) = harness.run(train, tmp_path / "run", name="stopped", **options)
+    assert isinstance(stopped.error, SystemExit)
+    assert len(steps_of(first)) == 1
     (ended,), (rest,) = harness.run(train, tmp_path / "run", name="resumed", save_every=100)
     assert ended.error is None
     assert first + rest == straight

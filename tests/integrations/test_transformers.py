@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import logging
 import os
 import signal
@@ -100,6 +101,19 @@ def test_rollback_leaves_out_all_batches_of_an_accumulated_step(tmp_path):
     trainer.poison = {9}
     trainer.train()
     assert [*trainer.seen[:8], *trainer.seen[10:]] == straight.seen[:8] + straight.seen[10:]
+
+
+def test_time_limit_saves_and_train_returns(tmp_path):
+    """As after a signal; the next start goes on from there."""
+    stopped = safe(trainer_of(tmp_path), tmp_path / "run", stop_before=dt.datetime.now(dt.UTC))
+    stopped.train()
+    assert stopped.checkpoint_manager.stop_requested
+    assert stopped.state.global_step == safeckpt.latest(tmp_path / "run").step == 1
+    rest = safe(trainer_of(tmp_path), tmp_path / "run")
+    rest.train()
+    straight = safe(trainer_of(tmp_path), tmp_path / "straight")
+    straight.train()
+    assert stopped.seen + rest.seen == straight.seen
 
 
 def test_rollbacks_are_bounded(tmp_path):

@@ -76,7 +76,7 @@ class AcceleratorManager(CheckpointManager):
         directory: As in `CheckpointManager`.
         components: As in `CheckpointManager`.
         loader: The loader whose batches `on_nonfinite="rollback"` leaves out.
-        on_nonfinite: What to do about a loss, or a weight, that is NaN or Inf.
+        on_nonfinite: What to do about a loss, or a weight, that is NaN or Inf, and a loss above what `guard` allows.
         max_rollbacks: How often to go back without a new checkpoint in between.
         options: As in `CheckpointManager`.
     """
@@ -182,9 +182,9 @@ def safe(
         directory: Where the checkpoints are.
         loaders: Training loaders, as `accelerator.prepare` returned them.
         components: More of what the run depends on, by name.
-        on_nonfinite: What `end_step` does about a loss or a weight that is NaN or Inf: "raise" a `NonFiniteError`, or
-            "rollback" to the last checkpoint and go on without the batches of that step, which needs one loader. A run
-            that begins saves step 0 then, to have where to go back to.
+        on_nonfinite: What `end_step` does about a loss or a weight that is NaN or Inf, and a loss above what `guard`
+            allows: "raise" the error, or "rollback" to the last checkpoint and go on without the batches of that step,
+            which needs one loader. A run that begins saves step 0 then, to have where to go back to.
         max_rollbacks: How often to go back without a new checkpoint in between.
         stop_signals: As in `CheckpointManager`; None: SIGTERM, in the main thread.
         options: Those of `CheckpointManager`, such as `save_every`.

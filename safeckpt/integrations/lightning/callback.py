@@ -45,8 +45,9 @@ class SafeCheckpoint(Callback):
         directory: As for `CheckpointManager`.
         save_every: When to save: a number of optimizer steps, or a `timedelta`. None: at the end of each epoch.
         components: Further objects by name that are part of the run, as for `CheckpointManager`.
-        on_nonfinite: What to do when a loss or a weight is NaN or Inf: `"raise"` the `NonFiniteError` out of `fit`, or
-            `"rollback"`: go back to the newest checkpoint, leave out the batches of that step, and go on.
+        on_nonfinite: What to do when a loss or a weight is NaN or Inf, or a loss above what `guard` allows: `"raise"`
+            the error out of `fit`, or `"rollback"`: go back to the newest checkpoint, leave out the batches of that
+            step, and go on.
         max_rollbacks: How many are allowed without a new checkpoint in between; then `RollbackLoopError` ends `fit`.
         stop_signals: Signals that ask the run to save and to stop.
         options: Further arguments of `CheckpointManager`, such as `async_save`, `keep_last`, `keep_best`, `guard`,
