@@ -1,7 +1,7 @@
 """The same small run in every trainer: three epochs of four steps, with dropout, shuffle and augmentation.
 
-Each is called as `run(directory, fails_at=None, scale=1.0, **options)` with options of `CheckpointManager`, and returns
-the losses of the steps that it has trained. `fails_at` is a step before whose end it raises `Failure`.
+Each is called as `run(directory, losses=None, **options)` with options of `CheckpointManager`, and returns the losses
+of the steps that it has trained.
 """
 
 from __future__ import annotations
@@ -23,22 +23,25 @@ class Failure(Exception):  # noqa: N818 - it is none of the trainer
 
 
 class Losses(dict):
-    """The losses by step, counted from where a run goes on.
+    """The losses by step.
 
     Args:
-        fails_at: The step that fails.
+        fails_at: The step before whose end `Failure` is raised.
+        jumps_at: The step whose loss is a million times as large, the first time.
         scale: What each loss is multiplied by.
     """
 
-    def __init__(self, fails_at, scale):
+    def __init__(self, *, fails_at=None, jumps_at=None, scale=1.0):
         super().__init__()
-        self.fails_at, self.scale = fails_at, scale
+        self.fails_at, self.jumps_at, self.scale = fails_at, jumps_at, scale
 
     def of(self, step, output, target):
         """Return the loss of a step, and note it."""
         if step == self.fails_at:
             raise Failure
         loss = self.scale * torch.nn.functional.mse_loss(output, target)
+        if step == self.jumps_at:
+            self.jumps_at, loss = None, 1e6 * loss
         self[step] = loss.item()
         return loss
 
@@ -52,13 +55,13 @@ def loader(keys=None):
     return DataLoader(harness.Samples(LENGTH * BATCH_SIZE, keys), BATCH_SIZE, shuffle=True)
 
 
-def run_lightning(directory, fails_at=None, scale=1.0, **options):
+def run_lightning(directory, losses=None, **options):
     """Train with Lightning."""
     import lightning.pytorch as pl
 
     from safeckpt.integrations.lightning import SafeCheckpoint
 
-    losses = Losses(fails_at, scale)
+    losses = Losses() if losses is None else losses
 
     class Model(pl.LightningModule):
         def __init__(self):
@@ -86,13 +89,13 @@ def run_lightning(directory, fails_at=None, scale=1.0, **options):
     return losses
 
 
-def run_transformers(directory, fails_at=None, scale=1.0, **options):
+def run_transformers(directory, losses=None, **options):
     """Train with Hugging Face's Trainer."""
     from transformers import Trainer, TrainingArguments
 
     from safeckpt.integrations.transformers import safe
 
-    losses = Losses(fails_at, scale)
+    losses = Losses() if losses is None else losses
 
     class Model(torch.nn.Module):
         def __init__(self):
@@ -117,7 +120,7 @@ def run_transformers(directory, fails_at=None, scale=1.0, **options):
     return losses
 
 
-def run_accelerate(directory, fails_at=None, scale=1.0, **options):
+def run_accelerate(directory, losses=None, **options):
     """Train with Accelerate."""
     from accelerate import Accelerator, state
 
@@ -125,7 +128,7 @@ def run_accelerate(directory, fails_at=None, scale=1.0, **options):
 
     state.AcceleratorState._reset_state(reset_partial_state=True)
     state.GradientState._reset_state()
-    losses = Losses(fails_at, scale)
+    losses = Losses() if losses is None else losses
     seed()
     accelerator = Accelerator(cpu=True)
     model = harness.net()
@@ -150,14 +153,14 @@ def run_accelerate(directory, fails_at=None, scale=1.0, **options):
     return losses
 
 
-def run_ignite(directory, fails_at=None, scale=1.0, **options):
+def run_ignite(directory, losses=None, **options):
     """Train with Ignite."""
     from ignite.engine import Engine, Events
     from ignite.metrics import Average
 
     from safeckpt.integrations.ignite import attach
 
-    losses = Losses(fails_at, scale)
+    losses = Losses() if losses is None else losses
     seed()
     model = harness.net()
     optimizer, schedule = harness.optimizer_and_schedule(model, STEPS)

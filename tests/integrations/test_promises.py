@@ -8,7 +8,7 @@ import pytest
 
 import safeckpt
 from tests.integrations import small_runs
-from tests.integrations.small_runs import LENGTH, METRIC, PACKAGES, RUNS, STEPS
+from tests.integrations.small_runs import LENGTH, METRIC, PACKAGES, RUNS, STEPS, Losses
 from tests.remote.conftest import URL, store  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of trainers there are many
@@ -26,13 +26,25 @@ def test_replayed_losses_are_compared(name, tmp_path, caplog):
     train = RUNS[name]
     for directory in (tmp_path / "same", tmp_path / "other"):
         with pytest.raises(small_runs.Failure):
-            train(directory, fails_at=8, save_every=5)
+            train(directory, Losses(fails_at=8), save_every=5)
     with caplog.at_level("INFO", "safeckpt"):
         rest = train(tmp_path / "same", save_every=5, on_replay_mismatch="error")
     assert list(rest) == list(range(6, STEPS + 1))
     assert "2 of 2 replayed losses equal" in caplog.text
     with pytest.raises(safeckpt.ReplayMismatchError):
-        train(tmp_path / "other", save_every=5, scale=1.5, on_replay_mismatch="error")
+        train(tmp_path / "other", Losses(scale=1.5), save_every=5, on_replay_mismatch="error")
+
+
+def test_loss_that_jumps_is_rolled_back(name, tmp_path, caplog):
+    """As one that is not finite: the batch is left out, the run goes on, and the log says so."""
+    guard = safeckpt.Guard(loss_above=1e5)
+    with caplog.at_level("WARNING", "safeckpt"):
+        losses = RUNS[name](tmp_path, Losses(jumps_at=6), save_every=5, on_nonfinite="rollback", guard=guard)
+    assert "step 5" in caplog.text or "iteration 5" in caplog.text
+    assert len(losses) >= STEPS - 1
+    assert max(losses.values()) < 1e5
+    with pytest.raises(safeckpt.LossSpikeError):
+        RUNS[name](tmp_path / "raised", Losses(jumps_at=6), save_every=5, guard=guard)
 
 
 def test_best_checkpoint_by_the_metric_of_an_evaluation_is_kept(name, tmp_path):
@@ -54,7 +66,7 @@ def test_empty_disk_is_restored_from_the_mirror(name, tmp_path, store):  # noqa:
     train = RUNS[name]
     straight = train(tmp_path / "straight", save_every=5)
     with pytest.raises(small_runs.Failure):
-        train(tmp_path / "run", fails_at=8, save_every=5, mirror=URL)
+        train(tmp_path / "run", Losses(fails_at=8), save_every=5, mirror=URL)
     shutil.rmtree(tmp_path / "run")
     rest = train(tmp_path / "run", save_every=5, mirror=URL)
     assert rest == {step: loss for step, loss in straight.items() if step > 5}
