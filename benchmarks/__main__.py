@@ -16,7 +16,7 @@ from benchmarks.peers import PEERS
 
 NAMES = (
     "guard", "save", "async_save", "restore", "small_tensors", "rotation", "per_step", "loader", "memory",
-    "distributed", "mirror",
+    "start", "drift", "distributed", "mirror",
 )  # fmt: skip
 _MEMORY = Path("/dev/shm")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -49,6 +50,9 @@ def _race(options: Options, size_mb: int) -> Report:
     for one in savers:
         rows[one.name].extra["write s"] = sorted(writes[one.name])[len(writes[one.name]) // 2]
         rows[one.name].extra["training while it writes"] = sorted(shares[one.name])[len(shares[one.name]) // 2]
+        # What a save costs a run: the time it stands still, and the steps it does not make while the write goes on.
+        slowed = [seconds * (1 - share) for seconds, share in zip(writes[one.name], shares[one.name], strict=True)]
+        rows[one.name].extra["training lost s"] = rows[one.name].median + statistics.median(slowed)
     report = Report("async_save", f"training blocked by an asynchronous save, {training.describe()}", rows, notes=notes)
     report.axis = ("size_mb", size_mb)
     report.target("P4 blocked / copy", report.ratio(MANAGER, COPY), 1.5)
