@@ -69,7 +69,7 @@ class CheckpointManager:
             more copy of the state. A failed write is raised by the next `save`, `wait`, `restore`, `rollback` or
             `close`, and logged at once; an interpreter that exits finishes the write. `"process"`: the same, and what
             the write computes takes no turns of this interpreter, since a process of its own does it, with memory that
-            both share. For many small steps or tensors; on Linux only. It imports neither the script nor torch, and
+            both share. For where cores are to spare; on Linux only. It imports neither the script nor torch, and
             ends with this process. Where it is killed, the save fails with a `WritingProcessError`, and the next one
             starts another.
         guard: What has to be finite, besides the loss and the parameters, and how large the loss may be.
