@@ -174,7 +174,8 @@ def import_checkpoint(
         keys = found.usual if wanted is None else wanted
         if not keys:
             raise ValueError(
-                f"{at} does not say what is what: give mapping={{'model': 'key', ...}}. Its keys: "
+                f"{at} does not say what is what: give mapping={{'model': 'key', ...}}, on the command line "
+                "--map model=key. Its keys: "
                 f"{listed(_keys_of(found.parts), most=20)}"
             )
         number = found.step if step is None else checked_step(step)

@@ -127,6 +127,7 @@ def test_show_has_components_tensors_and_environment(command: Command, directory
     assert code == 0
     for part in ("step 6, saved", "accuracy 0.1", "optimizer.model.0.weight.exp_avg", "[16, 8]", "float32", "torch 2."):
         assert part in out
+    assert "note" not in out
     found = command.json("show", directory / NAMES[2])
     assert [(one["name"], one["kind"]) for one in found["components"]] == [
         ("model", "module"), ("optimizer", "optimizer"), ("scheduler", "scheduler"), ("counters", "counters"),

@@ -237,7 +237,8 @@ def refused(source: Path, run: Path, error: type[BaseException], text: str, **op
 def test_import_that_cannot_be_is_refused_and_writes_nothing(tmp_path: Path) -> None:
     """Each with what to do."""
     path, run = old_file(tmp_path), tmp_path / "run"
-    refused(path, run, ValueError, r"mapping=\{'model': 'key', \.\.\.\}\. Its keys: net, opt, schedule, global_step")
+    text = r"mapping=\{'model': 'key', \.\.\.\}, on the command line --map model=key\. Its keys: "
+    refused(path, run, ValueError, text + "net, opt, schedule, global_step")
     refused(path, run, safeckpt.ComponentMismatchError, "nett", mapping={"model": "nett"})
     refused(path, run, ValueError, "mapping is empty", mapping={})
     refused(path, run, TypeError, "mapping must be", mapping={"model": 3})

@@ -40,7 +40,7 @@ def show_file(screen: Screen, path: str, *, everything: bool) -> int:
         one = contents.checkpoint
         screen.line(f"step {one.step}, saved {one.created_at:%Y-%m-%d %H:%M:%S} UTC, run {one.run_id}")
         screen.line(f"loss {number(one.loss) or 'not given'}; metrics {number(one.metrics) or 'none'}")
-        for name, value in flatten(one.notes, ""):
+        for name, value in flatten(one.notes, "") if one.notes else ():
             screen.line(f"note {name}: {value}")
     screen.line()
     screen.table(
