@@ -270,8 +270,8 @@ def refused():
     """Return values that a safe load refuses, each with what the error has to propose."""
     return {
         "path": (pathlib.Path("a"), "save str({x})."),
-        "enum": (Color.RED, "save {x}.value; of vars(obj)"),
-        "int enum": (Level.LOW, "save {x}.value; of vars(obj)"),
+        "enum": (Color.RED, "save {x}.value"),
+        "int enum": (Level.LOW, "save {x}.value"),
         "namespace": (argparse.Namespace(a=1), "save vars({x})."),
         "simple namespace": (types.SimpleNamespace(a=1), "save vars({x})."),
         "dataclass": (Config(), "save dataclasses.asdict({x})."),
