@@ -21,12 +21,11 @@ def seed_all(number: int = 0) -> None:
     np.random.seed(number)
 
 
-def update(components: Mapping[str, Any], loss_of: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Do one step of the optimizer, and of the scheduler if there is one, down a loss; return it.
+def update(optimizer: Any, scheduler: Any, loss_of: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Do one step of the optimizer, and of the scheduler where it is one and not None, down a loss; return it.
 
     Runs with a scaler, with accumulation or with several optimizers are about just that, and write their step out.
     """
-    optimizer, scheduler = components["optimizer"], components.get("scheduler")
 
     def closure() -> torch.Tensor:  # which L-BFGS calls several times
         optimizer.zero_grad()
@@ -92,7 +91,9 @@ class Run:
         # Noise from the other two streams, so that a run that lost either is another run.
         noise = 1e-3 * (random.random() + np.random.rand())
         target = self._target[rows] * (float("inf") if poison else 1.0) + noise
-        loss = update(self.components, lambda: nn.functional.mse_loss(self.model(self._data[rows]), target))
+        loss = update(
+            self.optimizer, self.scheduler, lambda: nn.functional.mse_loss(self.model(self._data[rows]), target)
+        )
         self.counters["steps"] += 1
         return loss.item()
 

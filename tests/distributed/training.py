@@ -123,7 +123,11 @@ class Run:
         images, labels = next(self._batches)
         images = images + 0.01 * torch.randn(images.shape, generator=self.generator)
         scale = float("nan") if self.bad == (self.rank, number) else 1.0
-        loss = update(self.components, lambda: scale * nn.functional.cross_entropy(self.model(images), labels))
+        loss = update(
+            self.optimizer,
+            self.scheduler,
+            lambda: scale * nn.functional.cross_entropy(self.model(images), labels),
+        )
         self.counters["seen"] += len(labels)
         return loss.item()
 

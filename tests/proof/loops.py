@@ -152,7 +152,7 @@ def build_small() -> Components:
 
 def small_step(c: Components, scale: float = 1.0) -> torch.Tensor:
     rows = torch.randint(0, ROWS, (16,))
-    return update(c, lambda: scale * nn.functional.mse_loss(c["model"](DATA[rows]), TARGET[rows]))
+    return update(c["optimizer"], None, lambda: scale * nn.functional.mse_loss(c["model"](DATA[rows]), TARGET[rows]))
 
 
 class Counting(nn.Module):
@@ -310,7 +310,8 @@ def build_kind(model: str, optimizer: str, scheduler: str) -> Components:
 
 def kind_step(c: Components) -> float:
     rows = torch.randint(0, ROWS, (16,))
-    return update(c, lambda: nn.functional.mse_loss(c["model"](DATA[rows]), TARGET[rows])).item()
+    loss = update(c["optimizer"], c["scheduler"], lambda: nn.functional.mse_loss(c["model"](DATA[rows]), TARGET[rows]))
+    return loss.item()
 
 
 # -- runs that do not come to an end, or are never the same ------------------------------------------------------------

@@ -58,7 +58,7 @@ def train_step(components, dtype=torch.float32):
             output = torch.view_as_real(output).sum(-1)
         return ((output - y) ** 2).mean()
 
-    return update(components, loss).item()
+    return update(components["optimizer"], components.get("scheduler"), loss).item()
 
 
 def run(components, steps, step=train_step):
