@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -171,9 +172,13 @@ def test_process_that_is_killed_is_a_failed_save_and_the_next_one_works(
     """The error says what happened to it; nothing is left, nothing else is lost, and the next save starts another."""
     manager, run = saved
     first, before = process_of(manager), checkpoint_files(tmp_path)
+    child: Any = manager._saver._process._child  # type: ignore[union-attr]  # there is one
+    receive, is_asked = child.receive, threading.Event()
+    child.receive = lambda: (is_asked.set(), receive())[1]
     with stopped(first):
         run.fill(2)
         manager.save(2)
+        assert is_asked.wait(SECONDS)
         assert steps_in(tmp_path) == [1]
         os.kill(first, signal.SIGKILL)
         with pytest.raises(safeckpt.WritingProcessError, match=f"pid {first}. was killed by signal 9") as caught:
