@@ -133,7 +133,7 @@ def test_closures_are_proven_in_this_process_and_the_report_says_so() -> None:
 
 def test_closures_are_refused_where_fresh_processes_were_insisted_on() -> None:
     """The error says why they are not possible."""
-    with pytest.raises(ValueError, match="in_process=False, but a new process cannot import"):
+    with pytest.raises(ValueError, match="processes of their own, but a new process cannot import"):
         safeckpt.prove_resume(loops.build_small, lambda c: loops.small_step(c), in_process=False)  # noqa: PLW0108
 
 
