@@ -316,8 +316,7 @@ def _kill_ranks(world: World, outcome: Outcome, choose: random.Random, scale: Sc
             world.proxy.plan = plan
             signals = [groups.end_of(one).signal for one in members]
         world.proxy.plan = lambda _: None
-        assert signals[rank] == signal.SIGKILL or len(world.proxy.requests) < first + at, "nobody was killed"
-        outcome.tried += 1
+        outcome.tried += signals[rank] == signal.SIGKILL  # else it had ended, and the other one was sending
         durable = max((int(one.name.partition("-")[2]) for one in path.glob("durable-*")), default=0)
         world.proxy.settle()
         with outcome.judging(f"two ranks: SIGKILL of rank {rank} {when} request {at}"):
