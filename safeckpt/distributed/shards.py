@@ -210,7 +210,7 @@ def as_local_shards(payload: Mapping[str, Any], components: Mapping[str, Compone
             key = keys.get(id(tensor))
             live = None if key is None else _layout_of(Placeholder(key, tensor.size(), tensor.dtype), layouts)
             parameter = None if key is None or live is not None else _sharded_owner(key, layouts)
-            if parameter is not None and tensor.numel() > 1:
+            if parameter is not None and _is_of_some_dimensions(tensor, parameter):
                 unknown.append(
                     f"{key}: it is whole in the checkpoint, {list(tensor.size())}, and nothing says which part of it "
                     f"belongs to a shard of its parameter, {list(parameter.size())}. Make one optimizer step before "
@@ -241,6 +241,13 @@ def _sharded_owner(key: str, layouts: Mapping[str, torch.Tensor]) -> torch.Tenso
     live = layouts.get(owner)
     sharded = any(placement.is_shard() for placement in getattr(live, "placements", ()))
     return live if owner != key and sharded else None
+
+
+def _is_of_some_dimensions(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Return whether a tensor may be a statistic along dimensions of a parameter, such as one number for each row."""
+    extents = iter(parameter.size())
+    of_tensor = [extent for extent in tensor.size() if extent != 1]
+    return bool(of_tensor) and all(extent in extents for extent in of_tensor)  # in this order: `in` uses them up
 
 
 def _part_of(tensor: torch.Tensor, live: Any) -> torch.Tensor:
