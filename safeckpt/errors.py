@@ -769,7 +769,8 @@ class ProofError(SafeckptError, RuntimeError):
         super().__init__(
             f"The process of the {run} ended with exit code {exit_code} before the run was complete{tail}",
             "the proof used none of your checkpoint directories.",
-            "call build() and train_step() in a plain script, or prove_resume(..., in_process=True), to see why.",
+            "call build() and train_step(), or train(directory), in a plain script to see why; with build and "
+            "train_step also prove_resume(..., in_process=True).",
         )
         self.run = run
         self.exit_code = exit_code

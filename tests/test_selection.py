@@ -69,6 +69,8 @@ def chosen(runs: Path, capsys: pytest.CaptureFixture[str]) -> Any:
         ("note.name=wide", ["a1", "a2", "a3", "a4"]),
         ("note.name!=wide", []),
         ("note.amp=True", ["a1", "a2", "a3", "a4"]),
+        ("note.amp=true", ["a1", "a2", "a3", "a4"]),
+        ("note.amp!=TRUE", []),
         ("note.data.seed=3", ["a1", "a2", "a3", "a4"]),
         ("size<1MB", ["a1", "a2", "a3", "a4"]),
         ("size>1.5 kB", ["a1", "a2", "a3", "a4"]),
@@ -80,6 +82,17 @@ def chosen(runs: Path, capsys: pytest.CaptureFixture[str]) -> Any:
 def test_condition_chooses_those_for_which_it_holds(chosen: Any, condition: str, expected: list[str]) -> None:
     """Numbers, sizes, times and texts; what has no such value, and NaN, is left out."""
     assert chosen("--where", condition) == expected
+
+
+def test_metric_named_loss_is_what_best_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It stands before the loss that is guarded, in the list as in `best`."""
+    with safeckpt.CheckpointManager(tmp_path, {"counters": {"n": 0}}, keep_last=9) as manager:
+        for step, loss, metric in ((1, 9.0, 1.0), (2, 5.0, 3.0)):
+            manager.save(step, loss=loss, metrics={"loss": metric})
+    assert main(["best", str(tmp_path), "loss", "--json"]) == 0
+    best = json.loads(capsys.readouterr().out)["step"]
+    assert main(["list", str(tmp_path), "--sort", "loss", "--where", "loss<4", "--json"]) == 0
+    assert [one["step"] for one in json.loads(capsys.readouterr().out)["checkpoints"]] == [best, 2] == [1, 2]
 
 
 def test_several_conditions_all_hold(chosen: Any) -> None:
@@ -148,6 +161,9 @@ def test_damaged_checkpoint_is_not_left_out_in_silence(
         (("--where", "size<5 apples"), "is no number of bytes"),
         (("--where", "saved>yesterday"), "is no time (UTC), such as"),
         (("--where", "note.name<wide"), "is a text here"),
+        (("--where", "note.amp=yes"), "note.amp is true or false here"),
+        (("--where", "saved=2026-12-01"), "a time is compared by < <= > or >="),
+        (("--where", "note.name=<wide"), "has two signs of comparison"),
         (("--where", "step>1=2"), "'1=2' is no number"),
     ],
 )

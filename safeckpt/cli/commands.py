@@ -288,7 +288,7 @@ def plot_(directories: tuple[str, ...], output: str | None, *, as_json: bool) ->
 )
 @click.option("--no-keep-best", is_flag=True, help="Keep no best one.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--yes", is_flag=True, help="Do not ask. --json does not ask either.")
 @_json
 def prune_(
     directory: str,
@@ -304,7 +304,8 @@ def prune_(
     """Delete old checkpoints in DIRECTORY.
 
     Every checkpoint that stays for being one of the last is verified first; damaged ones are never deleted and never
-    count. Takes the writer lock, so it is refused while a training run holds the directory (--dry-run is not).
+    count. Of the run's own rules only keep_best is known here: give --keep-every again. Takes the writer lock, so it
+    is refused while a training run holds the directory (--dry-run is not).
     """
     from safeckpt.cli.pruning import prune
 

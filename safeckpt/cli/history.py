@@ -47,7 +47,7 @@ class History:
             adds to it from its next checkpoint on.
         saved: Steps that were saved.
         present: Those of which there is a checkpoint now.
-        refused: Steps that were refused for NaN or Inf.
+        refused: Steps that were refused for NaN or Inf, or for a loss above the limit.
         returns: Rollbacks and restarts, in their order.
     """
 

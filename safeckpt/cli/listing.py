@@ -80,7 +80,7 @@ def _listed(path: str) -> _Listed:
 def _print_rows(screen: Screen, rows: Sequence[dict[str, Any]], selection: Selection, *, with_directory: bool) -> None:
     columns = ["step", "saved (UTC)", "size", "loss", "metrics", "check"]
     cells = [_row(row) for row in rows]
-    if selection.by_quality and rows[0]["good"]:
+    if selection.names_best(rows[0]):
         cells[0] = [(cell, GOOD) if isinstance(cell, str) else cell for cell in cells[0]]
     if with_directory:
         columns.insert(0, "directory")

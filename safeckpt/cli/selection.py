@@ -53,7 +53,9 @@ class Condition:
         if isinstance(found, bool) or not isinstance(found, int | float | dt.datetime):
             if self.sign not in ("=", "==", "!="):
                 raise click.UsageError(f"{self}: {self.key} is a text here, {str(found)!r}; it is compared by = and !=")
-            return _COMPARE[self.sign](str(found), self.value)
+            return _COMPARE[self.sign](str(found), _truth(self) if isinstance(found, bool) else self.value)
+        if isinstance(found, dt.datetime) and self.sign in ("=", "==", "!="):
+            raise click.UsageError(f"{self}: a time is compared by < <= > or >=")
         wanted = _time(self) if isinstance(found, dt.datetime) else _number(self)
         return not _is_nan(found) and _COMPARE[self.sign](found, wanted)
 
@@ -72,7 +74,16 @@ def parse_condition(text: str) -> Condition:
         )
     if re.search(r"\s(and|or)\s|&|\|", text):
         raise click.UsageError(f"one --where has one condition, and all of several have to hold; got {text!r}")
+    if match[3].startswith(tuple(_COMPARE)):
+        raise click.UsageError(f"{text!r} has two signs of comparison")
     return Condition(*match.groups())
+
+
+def _truth(condition: Condition) -> str:
+    value = condition.value.capitalize()
+    if value not in ("True", "False"):
+        raise click.UsageError(f"{condition}: {condition.key} is true or false here")
+    return value
 
 
 def _number(condition: Condition) -> float:
@@ -113,10 +124,13 @@ class Selection:
     conditions: Sequence[Condition] = ()
     sort: str | None = None
 
-    @property
-    def by_quality(self) -> bool:
-        """Whether what stands first is the best, by its loss, a metric or a note."""
-        return self.sort is not None and parse_best(self.sort).metric not in _FIXED
+    def names_best(self, first: Row) -> bool:
+        """Return whether the row that stands first is the best, by its loss, a metric or a note."""
+        if self.sort is None or (key := parse_best(self.sort).metric) in _FIXED:
+            return False
+        values = values_of(first)
+        value = values.get(key, values.get(f"metric.{key}"))
+        return value is not None and not _is_nan(value)
 
     def apply(self, rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
         """Return the rows that are shown, and those that are not good and could not be judged.
@@ -173,7 +187,7 @@ def values_of(row: Mapping[str, Any]) -> Row:
         "saved": dt.datetime.fromisoformat(row["created_at"]),
         "size": row["size_bytes"],
         "run": row["run_id"],
-        **dict(_flat("loss", row["loss"])),
+        **dict(_flat("loss", row["metrics"].get("loss", row["loss"]))),  # as `best` reads it
         **{key: value for name, one in row["metrics"].items() for key, value in _flat(f"metric.{name}", one)},
         **{key: value for name, one in row["notes"].items() for key, value in _flat(f"note.{name}", one)},
     }

@@ -80,6 +80,12 @@ def resolve(target: str, train_step: str | None) -> tuple[Callable[..., Any], Ca
     if train_step is None and _needs_an_argument(build):
         return build, None
     if train_step is None and not hasattr(module, step):
+        if _takes_an_argument(build):
+            raise TargetError(
+                f"{function}() has a default for its argument, so it is not clear whether it trains. Give "
+                f"{function}(directory) without a default, or a function without arguments that returns "
+                "(build, train_step)"
+            )
         return FromPair(build, 0), FromPair(build, 1)
     return build, _function(module, step)
 
@@ -95,6 +101,15 @@ def of_single_steps(train_step: Callable[..., Any] | None, *, ablate: bool, in_p
     if ablate or in_process:
         raise TargetError("--ablate and --in-process need build and train_step")
     return {}
+
+
+def _takes_an_argument(function: Callable[..., Any]) -> bool:
+    """Return whether a function can be called with one argument."""
+    try:
+        inspect.signature(function).bind(None)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _needs_an_argument(function: Callable[..., Any]) -> bool:

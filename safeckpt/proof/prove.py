@@ -26,6 +26,11 @@ from safeckpt.system.arguments import checked_int
 __all__ = ["prove_resume"]
 
 _RNG = "rng"
+_NO_STEP = "no such step"
+_CONSTANT = (
+    "the loss is the same at every step, so equal losses prove nothing: return the loss of the step, or give it to "
+    "end_step"
+)
 _TORCH_SEED = 67280421310721  # of a new process, c10::detail::getNonDeterministicRandom's fixed fallback
 
 
@@ -267,7 +272,7 @@ class _Proof:
         skip = volatile(undisturbed)
         reports = [self._kill_report(straight[0], resumed, kill, skip) for kill, _, resumed in pairs]
         differences = _loss_differences(undisturbed)
-        deterministic = not any(differences)
+        deterministic = not any(differences) and len({len(one.losses) for one in straight}) == 1
         first = straight[0]
         unimportant = sorted(name for name in skip if any(name in moment.captured for moment in first.moments.values()))
         report = ResumeReport(
@@ -283,11 +288,7 @@ class _Proof:
             not_compared=unimportant if deterministic else [],
             notes=[
                 *_notes([*undisturbed, *(resumed for _, _, resumed in pairs)]),
-                *(
-                    ["the loss is the same at every step, so equal losses prove nothing: return the loss of the step"]
-                    if _is_constant(first.losses)
-                    else []
-                ),
+                *([_CONSTANT] if _is_constant(first.losses) else []),
             ],
             environment=first.environment,
         )
@@ -335,9 +336,9 @@ class _Proof:
 
 
 def _same_length(straight: list[Any], resumed: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Return both with None in the place of each step that one of them has not: whole runs may end of themselves."""
+    """Return both with a text, which no loss equals, for each step that one of them has not: whole runs may end."""
     most = max(len(straight), len(resumed))
-    return [*straight, *[None] * (most - len(straight))], [*resumed, *[None] * (most - len(resumed))]
+    return [*straight, *[_NO_STEP] * (most - len(straight))], [*resumed, *[_NO_STEP] * (most - len(resumed))]
 
 
 def _loss_differences(records: Sequence[Record]) -> list[float]:

@@ -72,8 +72,9 @@ def _undetermined(report: ResumeReport) -> Iterator[str]:
         when = "right after build()" if step == 0 else f"after step {step}"
         for one in first:
             yield from _wrapped(f"differs {when}: {one}", 2)
-        if step == 0 and report.in_process is None:
-            yield "  build() has to seed what it draws from: random, numpy.random, torch.manual_seed."
+        if step <= 1 and report.in_process is None:
+            what = "build()" if step == 0 else "build() or train()"
+            yield f"  {what} has to seed what it draws from: random, numpy.random, torch.manual_seed."
         elif step == 0:
             yield from _wrapped("What a run leaves in this process changes the next one: make it in build().", 2)
     yield from _wrapped(_DETERMINISM, 2)

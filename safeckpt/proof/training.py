@@ -77,6 +77,7 @@ class _Watch:
         self._mutex = threading.Lock()
         self._losses: dict[int, Any] = {}
         self._run: Run | None = None
+        self._has_others = False
         self._live = LiveObjects({}, (train,))
 
     def wants_checkpoint(self, step: int) -> bool:
@@ -89,6 +90,7 @@ class _Watch:
             if self._run is None:
                 self._begin(run)
             if self._run is not run:
+                self._has_others = True
                 return
             self._losses[step] = loss.floats
             self._record.moments[step] = Moment(captured_leaves(run.components), self._live.leaves())
@@ -131,6 +133,10 @@ class _Watch:
                 "so on: number steps by one, and restore before the first one"
             )
         self._record.losses = [self._losses[step] for step in steps]
+        if self._has_others:
+            self._record.warnings.append(
+                "training has more than one CheckpointManager: only the run of the first one was compared"
+            )
         self._record.warnings += [
             f"{one.category.__name__}: {one.message}"
             for one in self._caught

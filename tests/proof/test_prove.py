@@ -385,7 +385,10 @@ def test_constant_loss_is_noted() -> None:
         return {"model": model}
 
     report = safeckpt.prove_resume(build, lambda _: 1.0, steps=4, kill_at=2, in_process=True)
-    note = "the loss is the same at every step, so equal losses prove nothing: return the loss of the step"
+    note = (
+        "the loss is the same at every step, so equal losses prove nothing: return the loss of the step, or give it to "
+    )
+    note += "end_step"
     assert report.notes == [note]
     assert "prove nothing" in str(report)
     report = safeckpt.prove_resume(build, lambda _: torch.rand(1), steps=4, kill_at=2, in_process=True)

@@ -82,6 +82,20 @@ def train_every_second(directory):
             manager.end_step(step, loss=1.0 / step)
 
 
+def train_counting_from_zero(directory):
+    """Six steps each time it is started, and no loss for the manager."""
+    with safeckpt.CheckpointManager(directory, {"counter": {"n": 0}}, save_every=3) as manager:
+        manager.restore()
+        for _ in range(6):
+            manager.end_step(manager.step + 1)
+
+
+def train_twice(directory):
+    """Two managers, one after the other."""
+    train(directory / "first", save_every=3)
+    train(directory / "second", save_every=3)
+
+
 def test_whole_run_is_proven():
     """In the middle of an epoch; the run is longer than what is looked at."""
     report = safeckpt.prove_resume(train, steps=11, kill_at=5, repeats=1)
@@ -109,6 +123,21 @@ def test_run_that_is_shorter_than_the_proof_is_compared_to_its_end():
 
 
 @pytest.mark.slow
+def test_run_that_does_other_steps_after_the_resume_is_not_exact():
+    """Without a loss there is nothing to compare but the steps themselves."""
+    report = safeckpt.prove_resume(train_counting_from_zero, steps=20, kill_at=3, repeats=1)
+    assert not report.exact
+    assert report.first_divergence == 3
+
+
+@pytest.mark.slow
+def test_second_manager_that_is_not_compared_is_noted():
+    """What is said of the first one is said of that alone."""
+    report = safeckpt.prove_resume(train_twice, steps=30, kill_at=3, repeats=1)
+    assert any("more than one CheckpointManager" in note for note in report.notes), report.notes
+
+
+@pytest.mark.slow
 def test_part_that_is_not_saved_is_named():
     """The loss that differs first, and what no checkpoint holds."""
     report = safeckpt.prove_resume(train_without_optimizer, steps=8, kill_at=4, repeats=1)
@@ -132,7 +161,7 @@ def test_run_that_is_not_deterministic_cannot_be_judged():
     [
         pytest.param(train_elsewhere, ValueError, "the steps of this run are 1, 2, 3, 4", marks=pytest.mark.slow),
         (train_without_a_manager, ValueError, "ended no step of a CheckpointManager"),
-        pytest.param(train_without_restore, safeckpt.DirectoryInUseError, "", marks=pytest.mark.slow),
+        pytest.param(train_without_restore, safeckpt.DirectoryInUseError, "another run", marks=pytest.mark.slow),
         pytest.param(train_every_second, ValueError, "number steps by one", marks=pytest.mark.slow),
     ],
 )
