@@ -48,12 +48,10 @@ class Start(NamedTuple):
     Attributes:
         record: Its record there, None at the beginning of an epoch.
         ends: How the epoch before ended: its number, its seed and the records of all workers.
-        unread: The state of the dataset before the run has read of it; None where it has told none.
     """
 
     record: dict[str, Any] | None
     ends: tuple[int, int, list[dict[str, Any]]] | None
-    unread: Any = None
 
 
 def _identity(batch: T) -> T:
@@ -258,9 +256,9 @@ class IterableFetch:
         if not self.stateful:
             return
         if start.ends is None:
-            unread = self._unread if start.unread is None else start.unread
-            if unread is not None and not self._is_at(unread):
-                self.dataset.load_state_dict(copy.deepcopy(unread))
+            # A worker's own: it holds what `worker_init_fn` has made of the copy.
+            if self._used and self._unread is not None and not self._is_at(self._unread):
+                self.dataset.load_state_dict(copy.deepcopy(self._unread))
             return
         epoch, seed, records = start.ends
         record = records[worker]
@@ -294,6 +292,12 @@ class IterableFetch:
         except _NOT_ITERATED:
             return False
         return True
+
+    def take_unread(self, state: Any) -> None:
+        """Bring the dataset of this process, of which workers get copies, to where the run began to read it."""
+        self._unread = state
+        if not self._is_at(state):
+            self.dataset.load_state_dict(copy.deepcopy(state))
 
     def _has_begun_anew(self, state: Any) -> bool:
         """Return whether `iter` has set back a dataset that is its own iterator, as that of a file or a list is."""

@@ -126,6 +126,8 @@ class IterableSource:
         if snapshot is not None:
             self._ends, self._unread = snapshot.get("ends"), snapshot.get("unread")
         unread = self._first_state()
+        if snapshot is not None and unread is not None:
+            self._fetch.take_unread(unread)
         saved = [] if snapshot is None else [dict(record) for record in snapshot["workers"]]
         turn = snapshot["turn"] if snapshot is not None and saved else 0
         self._tell_of_discarding(saved, epoch, batch)
@@ -135,7 +137,7 @@ class IterableSource:
             if self._ends is not None:
                 before = self._ends["epoch"]
                 ends = (before, seed_for(BATCHES, seed, before, rank_of([])), self._ends["workers"])
-            starts = {worker: Start(saved[worker] if saved else None, ends, unread) for worker in range(self._count)}
+            starts = {worker: Start(saved[worker] if saved else None, ends) for worker in range(self._count)}
         self._run += 1
         self._epoch = epoch
         self._fetch.epoch = -1

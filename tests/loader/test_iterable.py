@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from safeckpt import CheckpointManager
 from safeckpt.errors import StateMismatchError, UncapturedStateWarning
 from safeckpt.loader import ResumableLoader
 from tests.loader.runs import resumed, straight
@@ -447,3 +448,62 @@ def test_dataset_that_was_read_from_before_the_loader_was_made_goes_to_its_posit
     other.load_state_dict(state)
     assert list(other) == expected
     assert expected
+
+
+class Between(IterableDataset):
+    """The numbers from `start` to `end`, and where it is; each worker is given a part of them by a function."""
+
+    def __init__(self):
+        self.start, self.end, self.place = 0, 8, None
+
+    def __iter__(self):
+        number = self.start if self.place is None else self.place
+        while number < self.end:
+            self.place = number + 1
+            yield torch.tensor(number)
+            number += 1
+        self.place = None
+
+    def state_dict(self):
+        return dict(vars(self))
+
+    def load_state_dict(self, state):
+        vars(self).update(state)
+
+
+def give_part(worker):
+    dataset = get_worker_info().dataset
+    half = (dataset.end - dataset.start) // 2
+    dataset.start, dataset.end = dataset.start + worker * half, dataset.start + (worker + 1) * half
+
+
+@pytest.mark.parametrize("persistent", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_part_that_a_function_gives_to_a_worker_is_its_part(persistent, tmp_path):
+    """Before a restore and after one: what the dataset was at first is that of this process, not that of a worker."""
+
+    def made():
+        options = {"num_workers": 2, "worker_init_fn": give_part, "persistent_workers": persistent}
+        return ResumableLoader(DataLoader(Between(), batch_size=2, **options))
+
+    wanted = [[0, 1], [4, 5], [2, 3], [6, 7]]
+    loader = made()
+    with CheckpointManager(tmp_path, {"loader": loader}, save_on_exit=False) as manager:
+        manager.save(0)
+        assert [batch.tolist() for batch in loader] == wanted
+    loader = made()
+    with CheckpointManager(tmp_path, {"loader": loader}, save_on_exit=False) as manager:
+        for _ in range(2):
+            manager.restore()
+            assert [batch.tolist() for batch in loader] == wanted
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_dataset_that_the_script_changes_before_the_first_epoch_stays_so(workers, tmp_path):
+    """A save looks at it, and puts nothing back."""
+    dataset = Between()
+    loader = ResumableLoader(DataLoader(dataset, batch_size=2, num_workers=workers))
+    with CheckpointManager(tmp_path, {"loader": loader}, save_on_exit=False) as manager:
+        manager.restore()
+        manager.save(0)
+        dataset.start = 4
+        assert [batch.tolist() for batch in loader] == [[4, 5], [6, 7]]
