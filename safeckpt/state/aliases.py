@@ -179,6 +179,7 @@ class Aliases:
     """
 
     def __init__(self, pairs: Iterable[tuple[Component, Captured]], fresh: Mapping[str, Collection[str]]) -> None:
+        pairs = list(pairs)
         self._components = {component.name: component for component, _ in pairs}
         self._states = {component.name: captured.state for component, captured in pairs}
         self._trained = {name for _, captured in pairs for name in captured.record.get("trained", ())}
@@ -187,7 +188,16 @@ class Aliases:
         self._saved = [alias for alias in saved if alias.origin[0] in self._components]
         self._parted = [alias for alias in saved if alias.origin[0] not in self._components]
         live = find_aliases(self._components, self._module_state)
-        self._only_live = [alias for alias in live if alias not in self._saved and self._is_saved(alias.place)]
+        known = {component.name for component, captured in pairs if ALIASES in captured.record}
+        exact, heads = set(self._saved), {one.place: one.origin for one in self._saved if one.view is None}
+        self._only_live = [
+            alias
+            for alias in live
+            if alias.place[0] in known
+            and alias not in exact
+            and (alias.view is not None or heads.get(alias.place, alias.place) != heads.get(alias.origin, alias.origin))
+            and self._is_saved(alias.place)
+        ]
         self._displaced: list[tuple[Place, Any]] = []
 
     def check(self) -> list[str]:

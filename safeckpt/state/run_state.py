@@ -81,7 +81,7 @@ def capture(
 
 def _note_aliases(components: Mapping[str, Component], captured: dict[str, Captured]) -> None:
     """Put into the record of each plain dict which of its places hold an object that is in another place as well."""
-    by_component: dict[str, list[list[Any]]] = {}
+    by_component: dict[str, list[list[Any]]] = {name: [] for name, one in components.items() if one.kind == "counters"}
     for alias in find_aliases(components, lambda name: captured[name].state):
         by_component.setdefault(alias.place[0], []).append(alias.as_record())
     for name, aliases in by_component.items():

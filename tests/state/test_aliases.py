@@ -200,7 +200,33 @@ def test_record_that_names_no_place_is_refused():
 
 
 def test_constants_are_no_aliases():
-    """Equal numbers, texts and tuples of numbers are not noted: the file stays as it was."""
+    """Equal numbers, texts and tuples of numbers are not noted."""
     pair = (0.9, 0.999)
     payload = payload_of({"a": {"x": pair, "y": pair, "n": "text", "m": "text"}, "b": {"x": pair}})
-    assert "aliases" not in payload["safeckpt"]["components"]["a"]
+    assert payload["safeckpt"]["components"]["a"]["aliases"] == []
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_order_of_the_components_does_not_matter(trained, memory_path):
+    """Which place is the first one is a matter of their order, and says nothing of what is shared."""
+    shared = torch.ones(2, requires_grad=trained)
+    with CheckpointManager(memory_path, {"a": {"t": shared}, "b": {"t": shared}}) as manager:
+        manager.save(1)
+    live = torch.zeros(2, requires_grad=trained)
+    components = {"b": {"t": live}, "a": {"t": live}}
+    with CheckpointManager(memory_path, components) as manager:
+        manager.restore()
+    assert components["a"]["t"] is components["b"]["t"] is live
+    assert live.tolist() == [1, 1]
+
+
+def test_file_that_says_nothing_of_aliases_leaves_what_is_shared():
+    """As those of release 0.1.0, which did not know."""
+    payload = payload_of({"a": {"x": torch.ones(2)}, "b": {"y": torch.ones(2)}})
+    for name in ("a", "b"):
+        del payload["safeckpt"]["components"][name]["aliases"]
+    one = torch.zeros(2)
+    live = {"a": {"x": one}, "b": {"y": one}}
+    give(payload, live)
+    assert live["a"]["x"] is live["b"]["y"] is one
+    assert one.tolist() == [1, 1]
