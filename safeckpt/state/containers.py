@@ -88,7 +88,7 @@ def _name_of_factory(value: defaultdict[Any, Any], path: list[Any], name: str) -
 
 def _members_of(kind: type[enum.Enum]) -> dict[str, enum.Enum]:
     """Return the members of a class by their texts, without the aliases and combinations that have no name."""
-    return {_text_of(member): member for member in kind}
+    return {_text_of(member): member for member in kind.__members__.values()}
 
 
 def _text_of(member: enum.Enum) -> str:

@@ -133,6 +133,7 @@ class CountersComponent(Component):
 
     def __init__(self, name: str, obj: dict[Any, Any]) -> None:
         super().__init__(name, obj)
+        self._members: Members = {}  # of the state that was checked last: places may be empty when it is applied
         self._expected = set(obj)  # what the script puts in it; the rest is added while training
 
     def parameter_names(self) -> dict[str, torch.Tensor]:
@@ -162,17 +163,21 @@ class CountersComponent(Component):
             if not _fits(live, value) and not any(keys == str(key) for key in missing):
                 before, now = _kind_of(value), _kind_of(live)
                 found.append(f"{self.name}: entry {keys!r}, which is trained, was {before}, now it is {now}")
-        return found + _unknown_members(captured, members_in(self.obj), self.name)
+        self._members = members_in(self.obj)
+        return found + _unknown_members(captured, self._members, self.name)
 
     def keep_entries(self, captured: Captured, entries: Collection[str]) -> Captured:
         """Return `captured` with the live values of some entries, which it may not have at all."""
         names = {str(key): key for key in self.obj}
         live = {names[entry]: self.obj[names[entry]] for entry in entries}
-        return dataclasses.replace(captured, state={**captured.state, **detached(live)})
+        state, own = to_plain(detached(live), self.name)
+        notes = [*(note for note in _notes_of(captured) if not note[0] or note[0][0] not in live), *own]
+        record = {**captured.record, "containers": notes}
+        return dataclasses.replace(captured, state={**captured.state, **state}, record=record)
 
     def apply(self, captured: Captured) -> None:
         """Replace the contents in place, those of inner containers, tensors and arrays as well."""
-        _filled(self.obj, _restored(captured, members_in(self.obj)))
+        _filled(self.obj, _restored(captured, {**self._members, **members_in(self.obj)}))
 
     def guarded(self, captured: Captured, guard: Guard) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors; plain floats may be infinite or NaN, as a metric is before it is computed first."""

@@ -240,6 +240,51 @@ class Level(enum.IntEnum):
     LOW = 1
 
 
+class Access(enum.Flag):
+    """Nothing, and both together, have names of their own."""
+
+    NONE = 0
+    READ = 1
+    WRITE = 2
+    BOTH = 3
+
+
+@pytest.mark.parametrize("member", list(Access.__members__.values()))
+def test_named_combination_of_flags_is_kept(member, memory_path):
+    """Its name says what it is."""
+    with CheckpointManager(memory_path, {"x": {"access": member}}) as manager:
+        manager.save(1)
+    live = {"access": Access.READ}
+    with CheckpointManager(memory_path, {"x": live}) as manager:
+        manager.restore()
+    assert live["access"] is member
+
+
+@pytest.mark.parametrize("live", [None, "member"])
+@pytest.mark.parametrize("saved", ["member", "deque"])
+def test_entry_that_keeps_its_live_value_needs_nothing_of_the_saved_one(saved, live, memory_path):
+    """What the checkpoint notes of it is of the value that is not taken."""
+    values = {None: None, "member": Mode.MIN, "deque": deque([1])}
+    before = {"p": Mode.MAX if saved == "member" else values[saved], "n": 1}
+    with CheckpointManager(memory_path, {"x": before}) as manager:
+        manager.save(1)
+    now = {"p": values[live], "n": 0}
+    with CheckpointManager(memory_path, {"x": now}) as manager:
+        manager.restore(fresh=("x.p",))
+    assert now == {"p": values[live], "n": 1}
+
+
+def test_members_in_what_is_one_dict_now_and_was_two(memory_path):
+    """Where the live one is let go for it, its members are still known."""
+    with CheckpointManager(memory_path, {"x": {"c": {"mode": Mode.MAX}}, "y": {"c": {"mode": Mode.MIN}}}) as manager:
+        manager.save(1)
+    one = {"mode": Mode.MIN}
+    x, y = {"c": one}, {"c": one}
+    with CheckpointManager(memory_path, {"x": x, "y": y}) as manager:
+        manager.restore()
+    assert (x, y) == ({"c": {"mode": Mode.MAX}}, {"c": {"mode": Mode.MIN}})
+
+
 class Switch(enum.Flag):
     """Of these there are combinations, which have no name of their own."""
 
