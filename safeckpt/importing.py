@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import json
+import math
 import os
 import re
 import secrets
@@ -186,7 +187,8 @@ def import_checkpoint(
             values |= found.entries
         payload = _payload_of(values, found, at, is_usual=wanted is None)
         checkpoint = _commit(payload, number, directory, at, opened)
-    used = {key.partition(".")[0] for key in keys.values()} | ({"loops"} if wanted is None else set())
+    used = {_first_key(found.parts, key) if key else "" for key in keys.values()}
+    used |= {"loops"} if wanted is None else set()
     unused = [] if "" in used else [key for key in _keys_of(found.parts) if key not in used]
     return ImportReport(checkpoint, str(at), found.kind, dict(keys), (*unused, *found.others), found.position)
 
@@ -355,7 +357,7 @@ def _lightning(payload: Mapping[str, Any]) -> _Source:
     position, entries = "", {}
     try:
         loops = payload["loops"]["fit_loop"]
-        epoch = int(loops["epoch_progress"]["current"]["processed"])
+        epoch = int(loops["epoch_progress"]["current"]["ready"]) - 1  # `processed` has counted an epoch at its end
         batch = int(loops["epoch_loop.batch_progress"]["current"]["processed"])
         is_last = bool(loops["epoch_loop.batch_progress"]["is_last_batch"])
     except (KeyError, TypeError, ValueError):
@@ -384,7 +386,7 @@ def _open_hugging_face(at: Path, names: list[str], opened: _Files) -> _Source:
     parts = {name: _load(at / file, opened) for name, file in files.items() if file in names}
     parts = {"model": _weights_of(at, opened), **parts}
     position = ""
-    if isinstance(epoch, int | float) and not isinstance(epoch, bool):
+    if isinstance(epoch, int | float) and not isinstance(epoch, bool) and math.isfinite(epoch):
         whole = int(epoch)
         position = f"epoch {epoch:.6g}: loader.seek({whole}, round({epoch - whole:.6g} * len(loader))) goes there"
     read = {"trainer_state.json", "config.json", "generation_config.json", *files.values()}

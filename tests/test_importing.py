@@ -372,7 +372,10 @@ def test_file_of_lightning_needs_no_mapping(tmp_path: Path) -> None:
     states = Parts().trained(3).states
     for is_last, position in ((False, "batch 3 of epoch 1: loader.seek(1, 3)"), (True, "batch 0 of epoch 2")):
         batches = {"current": {"processed": 3}, "is_last_batch": is_last}
-        loops = {"epoch_progress": {"current": {"processed": 1}}, "epoch_loop.batch_progress": batches}
+        loops = {
+            "epoch_progress": {"current": {"ready": 2, "processed": 1 + is_last}},
+            "epoch_loop.batch_progress": batches,
+        }
         torch.save(
             {
                 "pytorch-lightning_version": "2.6.6", "global_step": 8, "state_dict": states["net"],
@@ -424,3 +427,26 @@ def test_source_that_changes_while_it_is_read_is_found(tmp_path: Path) -> None:
         safeckpt.import_checkpoint(path, run, mapping=USUAL)
     assert not [name for name in names_in(run) if name.startswith(("step", ".step"))]
     safeckpt.import_checkpoint(old_file(tmp_path), run, mapping=USUAL)
+
+
+@pytest.mark.parametrize("saved", [torch.optim.lr_scheduler.StepLR, torch.optim.lr_scheduler.ExponentialLR])
+def test_state_of_another_scheduler_is_refused(tmp_path: Path, saved: Any) -> None:
+    """Also when it has all that the live one has, and more: the class is not in such a file."""
+
+    def made(kind: Any) -> dict[str, Any]:
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        options = {"step_size": 30} if kind is torch.optim.lr_scheduler.StepLR else {"gamma": 0.1}
+        return {"model": model, "optimizer": optimizer, "scheduler": kind(optimizer, **options)}
+
+    states = {name: one.state_dict() for name, one in made(saved).items()}
+    torch.save(states, tmp_path / "old.pt")
+    mapping = {name: name for name in states}
+    safeckpt.import_checkpoint(tmp_path / "old.pt", tmp_path / "run", mapping=mapping, step=3)
+    with safeckpt.CheckpointManager(tmp_path / "run", made(torch.optim.lr_scheduler.ExponentialLR)) as manager:
+        if saved is torch.optim.lr_scheduler.ExponentialLR:
+            with pytest.warns(safeckpt.ImportedStateWarning):
+                assert manager.restore() is not None
+        else:
+            with pytest.raises(safeckpt.StateMismatchError, match="scheduler: the live ExponentialLR has no step_size"):
+                manager.restore()

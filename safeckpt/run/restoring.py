@@ -124,6 +124,7 @@ class Restorer:
             and (wanted.step is None or not self._run.timeline.superseded_steps)
             and (wanted.only is None or "rng" in wanted.only)
             and not restored.is_resized
+            and not restored.plan.imported
         )
 
     def adopt(self, restored: Restored) -> None:

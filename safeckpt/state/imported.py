@@ -221,6 +221,9 @@ def _check_keys(state: Any, live: Captured) -> Iterator[str]:
         missing = [str(key) for key in live.state if key not in state and not str(key).startswith("_")]
         if missing and state:
             yield f"the source has no {listed(missing)}"
+        surplus = [str(key) for key in state if key not in live.state and not str(key).startswith("_")]
+        if surplus := sorted(set(surplus) - {"verbose"}):
+            yield f"the live {live.record['class']} has no {listed(surplus)}"
 
 
 _Convert = Callable[[Any, Captured, Mapping[str, list[str]]], Any]
