@@ -209,5 +209,7 @@ def findings(straight: Record, resumed: Record, kill_at: int, index: int | None,
         captured = captured or found
     uncaptured = at(kill_at, "live")
     if not uncaptured and index is not None:
-        uncaptured = at(kill_at + index, "live")
+        before = kill_at + index
+        # A whole run was not looked at before its first step: what has changed then is seen after it.
+        uncaptured = at(before if before in resumed.moments else before + 1, "live")
     return Findings(kill_at, index, captured, uncaptured, step)

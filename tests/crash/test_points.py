@@ -169,7 +169,7 @@ def _interrupt_lines(path: Path, part: str, stride: int) -> tuple[int, list[str]
     [
         pytest.param("run", 7, marks=pytest.mark.slow),
         ("store", 11),
-        pytest.param("state", 499, marks=pytest.mark.slow),
+        pytest.param("state", 199, marks=pytest.mark.slow),
         pytest.param("", 1, marks=[pytest.mark.campaign, pytest.mark.timeout(7200)]),
     ],
 )
