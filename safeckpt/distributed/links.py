@@ -37,6 +37,7 @@ _PROOF_BYTES = 32
 _HERE = b"here"
 _STUCK = "it takes nothing more of a message"
 _LENGTH = struct.Struct("!Q")
+_Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)  # neither needs a descriptor
 _MOST_RECEIVED_BYTES = 1 << 20  # at a time
 _FAR_AWAY = ("192.0.2.1", "2001:db8::1")  # kept for documentation: there is nothing
 
@@ -95,6 +96,14 @@ class Link:
             raise TimeoutError(_STUCK)
         left = memoryview(_LENGTH.pack(len(message)) + message)
         left = left[self._send_some(left) :]
+        if left:
+            self._is_stuck = (
+                True  # until all of it is sent, whatever is raised: what came next would be read as its end
+            )
+            self._send_rest(left, links)
+            self._is_stuck = False
+
+    def _send_rest(self, left: memoryview, links: Iterable[Link]) -> None:
         end = time.monotonic() + self._seconds
         while left:
             can_send = self._wait_to_send({self, *links}, end - time.monotonic())
@@ -103,12 +112,11 @@ class Link:
             if sent:
                 end = time.monotonic() + self._seconds
             elif time.monotonic() >= end:
-                self._is_stuck = True
                 raise TimeoutError(_STUCK)
 
     def _wait_to_send(self, links: Iterable[Link], seconds: float) -> bool:
         """Wait for something to happen, take in what has come, and return whether something can be sent."""
-        with selectors.DefaultSelector() as selector:
+        with _Selector() as selector:
             for link in links:
                 events = 0 if link._is_ended else selectors.EVENT_READ
                 if events | (link is self):

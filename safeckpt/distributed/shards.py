@@ -244,10 +244,9 @@ def _sharded_owner(key: str, layouts: Mapping[str, torch.Tensor]) -> torch.Tenso
 
 
 def _is_of_some_dimensions(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Return whether a tensor may be a statistic along dimensions of a parameter, such as one number for each row."""
-    extents = iter(parameter.size())
-    of_tensor = [extent for extent in tensor.size() if extent != 1]
-    return bool(of_tensor) and all(extent in extents for extent in of_tensor)  # in this order: `in` uses them up
+    """Return whether a tensor may be of dimensions of a parameter: a number for each row, a projection, all flat."""
+    extents = {extent for extent in parameter.size() if extent != 1}
+    return any(extent in extents for extent in tensor.size()) or 1 < tensor.numel() == parameter.numel()
 
 
 def _part_of(tensor: torch.Tensor, live: Any) -> torch.Tensor:
