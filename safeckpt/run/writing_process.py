@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import io
 import json
 import os
@@ -151,6 +152,8 @@ class _Child:
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._socket, other = socket.socketpair()
+        for one in (self._socket, other):
+            one.setblocking(True)  # whatever `socket.setdefaulttimeout` says
         self._connection = Connection(os.dup(self._socket.fileno()))
         path = json.dumps([*(one for one in sys.path if isinstance(one, str)), _PACKAGE_PARENT])
         # A new process has the signals blocked that the thread has which starts it.
@@ -187,6 +190,10 @@ class _Child:
 
     def receive(self) -> Any:
         """Return what it says next."""
+        # A process that was forked while this one was started may hold the other end open.
+        while not self._connection.poll(_LOOKS_MILLISECONDS / 1000):
+            if self._process.poll() is not None and not self._connection.poll():
+                raise self._lost()
         try:
             message = self._connection.recv_bytes()
         except (EOFError, ConnectionError):
@@ -308,6 +315,7 @@ def serve(descriptor: int) -> None:
             if not descriptors:
                 return
             connection.send_bytes(_answer(connection, *descriptors))
+            gc.collect()  # an error and its traceback hold each other, and with them what was mapped
 
 
 def _end_with_trainer(descriptor: int, parent: int) -> None:
@@ -322,13 +330,14 @@ def _end_with_trainer(descriptor: int, parent: int) -> None:
 def _answer(connection: Connection, file: int, *memories: int) -> bytes:
     """Write one file, and return what came of it, pickled."""
     try:
+        request = connection.recv_bytes()  # first: what is left unread would be taken for the next one
         with NewFile(open(file, "r+b", buffering=0)) as f:
             try:
                 maps = [mmap(memory, 0, prot=PROT_READ) for memory in memories]
             finally:
                 for memory in memories:
                     os.close(memory)
-            prepared, tells = _Unpacker(connection.recv_bytes(), maps).load()
+            prepared, tells = _Unpacker(request, maps).load()
 
             def tell(done: int, total: int) -> None:
                 connection.send_bytes(pickle.dumps(("progress", (done, total))))

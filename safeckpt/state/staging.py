@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import os
 import threading
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -133,6 +132,7 @@ class Staging:
         spare = self._spare
         for (kind, _), (buffer, _) in zip(self._layout, self._places, strict=True):
             spare.setdefault(kind, []).append(buffer)
+            del buffer  # with others it may keep all of their memory
         self._layout, self._places, self._spare = [], [], {}  # should this be interrupted, it starts from nothing
         if self._made >= _MOST_SHARED:
             spare, self._made = {}, 0
@@ -182,5 +182,5 @@ def _shared_memory(nbytes: int, *, pinned: bool) -> SharedMemory:
     if pinned:
         runtime = torch.cuda.cudart()
         torch.cuda.check_error(int(runtime.cudaHostRegister(memory.address, nbytes, 0)))
-        weakref.finalize(memory, runtime.cudaHostUnregister, memory.address).atexit = False
+        memory.before_release = runtime.cudaHostUnregister
     return memory

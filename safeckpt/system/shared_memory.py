@@ -12,6 +12,7 @@ import mmap
 import os
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Final, Self
 
 __all__ = ["IS_SHARING_POSSIBLE", "SharedMemory", "shared_memory_at"]
@@ -27,10 +28,13 @@ class SharedMemory(mmap.mmap):
     Attributes:
         descriptor: What another process maps.
         address: Where it is in this process.
+        before_release: Called with the address while the memory is still mapped, in the process that made it.
     """
 
     descriptor: int
     address: int
+    before_release: Callable[[int], object] | None = None
+    _pid = 0
 
     def __new__(cls, nbytes: int) -> Self:
         """Make memory, all zeros.
@@ -51,11 +55,17 @@ class SharedMemory(mmap.mmap):
             raise
         weakref.finalize(self, os.close, descriptor).atexit = False
         self.descriptor = descriptor
+        self._pid = os.getpid()
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self))
         with contextlib.suppress(OSError):  # only a hint: most systems have no large pages for it
             self.madvise(mmap.MADV_HUGEPAGE)
         _of_this_process.add(self)
         return self
+
+    def __del__(self) -> None:
+        """Tell who has to know; a callback of a weak reference would come when nothing is mapped there any more."""
+        if self.before_release is not None and self._pid == os.getpid() and not sys.is_finalizing():
+            self.before_release(self.address)
 
 
 def shared_memory_at(address: int) -> SharedMemory | None:

@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -393,3 +394,44 @@ def test_state_on_a_device_goes_through_pinned_memory(tmp_path: Path) -> None:
             manager.wait()
             loaded = torch.load(tmp_path / f"step-{step:08}.pt")["large"]["value"]
             assert bits(loaded) == bits(torch.arange(3 << 20).float() + step)
+
+
+def test_default_timeout_of_sockets_is_not_that_of_the_process(tmp_path: Path) -> None:
+    """A script may set one for its downloads."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(20.0)
+    try:
+        run = Large()
+        with manager_of(tmp_path, run, async_save="process") as manager:
+            run.fill(1)
+            manager.save(1)
+            manager.wait()
+            assert steps_in(tmp_path) == [1]
+    finally:
+        socket.setdefaulttimeout(before)
+
+
+def test_process_keeps_nothing_of_a_write_that_failed(tmp_path: Path) -> None:
+    """Neither descriptors nor memory: a full disk may stay full for days."""
+
+    def kept(pid: int) -> tuple[int, int]:
+        maps = Path(f"/proc/{pid}/maps").read_text()
+        return len(list(Path(f"/proc/{pid}/fd").iterdir())), maps.count("memfd:safeckpt")
+
+    run, found = Large(), []
+    with manager_of(tmp_path, run, async_save="process", save_on_exit=False) as manager:
+        for step in range(1, 9):
+            run.fill(step)
+            manager.save(step)
+            if step % 2:  # the process is there
+                manager.wait()
+                found.append(kept(process_of(manager)))
+                resource.prlimit(process_of(manager), resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+                continue
+            with pytest.raises(OSError, match="File too large") as caught:
+                manager.wait()
+            assert caught.value.errno == errno.EFBIG
+            resource.prlimit(
+                process_of(manager), resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+            )
+    assert len(set(found[1:])) == 1, found
