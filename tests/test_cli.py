@@ -737,6 +737,7 @@ def test_prove_takes_a_function_that_returns_both(command: Command) -> None:
     assert code == 0, out
 
 
+@pytest.mark.slow
 def test_prove_takes_a_function_that_trains_a_whole_run(command: Command) -> None:
     """It needs an argument, the directory."""
     target = "tests.proof.test_training:train"
