@@ -129,8 +129,8 @@ class Selection:
         if self.sort is None or (key := parse_best(self.sort).metric) in _FIXED:
             return False
         values = values_of(first)
-        value = values.get(key, values.get(f"metric.{key}"))
-        return value is not None and not _is_nan(value)
+        found = _known(key, values)
+        return found is not None and not _is_nan(values[found])
 
     def apply(self, rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
         """Return the rows that are shown, and those that are not good and could not be judged.
@@ -157,11 +157,15 @@ class Selection:
         return [row for row, _ in shown], unknown
 
 
+def _known(key: str, keys: Iterable[str]) -> str | None:
+    """Return the key that is meant by one, or by the bare name of a metric; None when there is none."""
+    return next((one for one in (key, f"metric.{key}") if one in keys), None)
+
+
 def _resolved(key: str, keys: Iterable[str]) -> str:
-    for one in (key, f"metric.{key}"):
-        if one in keys:
-            return one
-    raise click.UsageError(f"no checkpoint here has {key!r}; there is {', '.join(keys)}")
+    if (found := _known(key, keys)) is None:
+        raise click.UsageError(f"no checkpoint here has {key!r}; there is {', '.join(keys)}")
+    return found
 
 
 def _sorted(rows: list[tuple[Row, Row]], key: str, *, highest_first: bool) -> list[tuple[Row, Row]]:

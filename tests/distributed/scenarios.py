@@ -312,20 +312,28 @@ def rename_that_is_seen_late(path: Path, kind: Kind) -> Any:
         return outcome(manager.restore), outcome(lambda: manager.save(2))
 
 
+def _until_stopped(manager: safeckpt.CheckpointManager, step: Callable[[int], float]) -> tuple[list[int], int]:
+    """Train until the run is asked to stop; return the steps that were saved, and the last one."""
+    saved = []
+    for number in range(1, 30):
+        if manager.end_step(number, loss=step(number)) is not None:
+            saved.append(number)
+        if manager.stop_requested:
+            break
+    return saved, number
+
+
 @scenario
 def signal_to_one_rank(path: Path, kind: Kind) -> Any:
     run = Run(kind)
     with manager_of(run, path, stop_signals=(signal.SIGUSR1,), ranks=safeckpt.Ranks(agree_every=3)) as manager:
-        saved = []
-        for number in range(1, 30):
+
+        def step(number: int) -> float:
             if number == 4 and rank() == 1:
                 signal.raise_signal(signal.SIGUSR1)
-            loss = run.step(number)
-            if manager.end_step(number, loss=loss) is not None:
-                saved.append(number)
-            if manager.stop_requested:
-                break
-        return saved, number
+            return run.step(number)
+
+        return _until_stopped(manager, step)
 
 
 @scenario
@@ -334,13 +342,7 @@ def time_limit_of_one_rank(path: Path, kind: Kind) -> Any:
     now, hour = dt.datetime.now(dt.UTC), dt.timedelta(hours=1)
     end = now - hour if rank() == 1 else now + hour
     with manager_of(run, path, stop_before=end, ranks=safeckpt.Ranks(agree_every=3)) as manager:
-        saved = []
-        for number in range(1, 30):
-            if manager.end_step(number, loss=run.step(number)) is not None:
-                saved.append(number)
-            if manager.stop_requested:
-                break
-        return saved, number
+        return _until_stopped(manager, run.step)
 
 
 @scenario

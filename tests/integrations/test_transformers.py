@@ -20,18 +20,9 @@ from accelerate.utils import DistributedType  # noqa: E402
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
 from safeckpt.integrations.transformers import safe  # noqa: E402
+from tests.integrations.transformers_runs import Net  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = harness.net()
-
-    def forward(self, x, labels=None, index=None):
-        out = self.net(x)
-        return {"loss": torch.nn.functional.mse_loss(out, labels), "logits": out}
 
 
 class Poisoned(Trainer):
