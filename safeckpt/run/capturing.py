@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime as dt
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,18 +34,25 @@ from safeckpt.state.component import has_attribute
 from safeckpt.state.loss import Loss
 from safeckpt.system.warn import warn_caller
 
-__all__ = ["Capturer", "Draft"]
+__all__ = ["Capturer", "Draft", "MemoryCopy"]
+
+
+class MemoryCopy(NamedTuple):
+    """A copy of the whole state of this rank in memory, as an asynchronous save left it."""
+
+    step: int
+    payload: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Draft:
-    """One rank's part of a checkpoint, captured and guarded; its tensors alias the live ones.
+    """One rank's part of a checkpoint, captured and guarded; its tensors alias the live ones, or those of a copy.
 
     Attributes:
         checkpoint: The checkpoint to be.
         captured: The payload as it was captured.
-        payload: The payload as it is written: encoded, with place holders for the shards.
-        shards: What this rank writes into a directory: the tensors behind the place holders.
+        payload: The payload as it is written: encoded, with placeholders for the shards.
+        shards: What this rank writes into a directory: the tensors behind the placeholders.
         is_sharded: Whether the checkpoint is a directory.
         guard: What the guard let pass, for the header.
         digests: What the ranks are compared by; empty for a process by itself. Where the state is copied, those of its
@@ -69,7 +77,7 @@ class Draft:
 
 
 def _as_written(payload: Mapping[str, Any], *, is_sharded: bool, is_rank_zero: bool) -> tuple[Any, ShardTensors]:
-    """Return a payload, encoded and with place holders, and the shards behind them that this rank writes."""
+    """Return a payload, encoded and with placeholders, and the shards behind them that this rank writes."""
     shards: ShardTensors = {}
     if is_sharded:
         payload, shards = extract_shards(payload, is_rank_zero=is_rank_zero)
@@ -218,12 +226,16 @@ class Capturer:
         run.directory.add_event("refused", step, loss=loss_above, limit=limit, median=median)
         raise error
 
-    def refuse_written(self, step: int, error: NonFiniteError) -> NonFiniteError:
-        """Return the error to raise for NaN or Inf that came into a state after the guard.
+    @contextlib.contextmanager
+    def refusing_late(self, step: int) -> Iterator[None]:
+        """Have NaN or Inf refused as the guard does that came in after it, and is found in what is written.
 
-        It is noted when the caller gets it: in a thread, the steps that end meanwhile would forget it.
+        It is noted when the caller gets the error: in a thread, the steps that end meanwhile would forget it.
         """
-        return self._error_of(step, Loss.read(None), GuardResult(list(error.tensors), []))
+        try:
+            yield
+        except NonFiniteError as error:
+            raise self._error_of(step, Loss.read(None), GuardResult(list(error.tensors), [])) from error
 
     def close(self) -> None:
         """Let go of the optimizers that are watched."""

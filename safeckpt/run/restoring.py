@@ -25,11 +25,11 @@ from safeckpt.errors import (
     ImportedStateWarning,
 )
 from safeckpt.run.arguments import note_changes
+from safeckpt.run.capturing import MemoryCopy
 from safeckpt.run.catalog import Checkpoint
 from safeckpt.run.checking import Wanted
 from safeckpt.run.finding import Search
 from safeckpt.run.run import Run
-from safeckpt.run.writers import MemoryCopy
 from safeckpt.state import Plan, copy_tree, plan
 from safeckpt.state.random_streams import RngStreams
 from safeckpt.system.warn import warn_caller

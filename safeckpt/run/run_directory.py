@@ -42,7 +42,6 @@ class RunDirectory:
 
     Args:
         catalog: Its checkpoints.
-        mirror: Its copy in a store; None where there is none.
         lock: The right to write.
         timeline: Where the run stands.
         membership: The processes of the run.
@@ -51,6 +50,7 @@ class RunDirectory:
         catalog: Its checkpoints.
         files: Its files, under the names that checkpoints have.
         lock: The right to write.
+        mirror: Its copy in a store; None where there is none.
     """
 
     def __init__(self, catalog: Catalog, lock: WriterLock, timeline: Timeline, membership: Membership) -> None:
@@ -192,7 +192,7 @@ class RunDirectory:
 
     def note_shared(self, place: Place) -> None:
         """Note that every rank has seen a mark, and take it away. On rank 0, in the thread that writes as well."""
-        if place.name is not None:
+        if place.name is not None and not place.is_folder:  # each sharded save has a folder of its own
             self._shared_by = self._membership.group
             self.drop(place)
 

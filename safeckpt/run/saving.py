@@ -2,14 +2,15 @@
 
 With several processes each of these is a section that all ranks pass, or none does::
 
-    capturing -> [comparing what differs] -> [verifying older] -> [making ready] -> writing and committing
+    capturing -> [comparing what differs] -> [verifying older] -> [making ready] -> writing and committing -> [sending]
 
-Where it is written in the background, training waits for the first of them, and copies; what follows is::
+Where it is written in the background, training waits until the older ones are verified, and copies; what follows is::
 
-    comparing copies -> writing and committing
+    comparing copies -> writing and committing -> [sending]
 
-What is in brackets happens only when it is needed. The newest step saved again is compared with its checkpoint and
-described anew, and nothing else is written.
+What is in brackets happens only when it is needed: [making ready] before shards are written, where the ranks meet in
+the engine as well. The newest step saved again is compared with its checkpoint and described anew, and nothing else is
+written.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ from safeckpt.errors import (
     StepExistsError,
     drift_text,
 )
-from safeckpt.file import Write, write_here
+from safeckpt.file import PreparedFile, Write, write_here
 from safeckpt.run.background import BackgroundWriter
-from safeckpt.run.capturing import Capturer, Draft
+from safeckpt.run.capturing import Capturer, Draft, MemoryCopy
 from safeckpt.run.catalog import Checkpoint
 from safeckpt.run.checking import Wanted
 from safeckpt.run.comparing import is_equal
@@ -65,7 +66,16 @@ from safeckpt.run.observing import tell_committed
 from safeckpt.run.pruning import Pruning
 from safeckpt.run.run import Run
 from safeckpt.run.run_directory import Place
-from safeckpt.run.writers import Contributions, MemoryCopy, World, Writer, both_contributions, rewrite_header, writer_of
+from safeckpt.run.writers import (
+    Contributions,
+    Job,
+    Output,
+    World,
+    Writer,
+    both_contributions,
+    rewrite_header,
+    writer_of,
+)
 from safeckpt.run.writing_process import WritingProcess
 from safeckpt.state import Staging, capture
 from safeckpt.state.loss import Loss
@@ -77,8 +87,8 @@ __all__ = ["AsyncSave", "Saver"]
 AsyncSave: TypeAlias = bool | Literal["process"]
 
 
-class _Captured(NamedTuple):
-    """What ranks have captured.
+class _RankAnswer(NamedTuple):
+    """What ranks have captured, as they tell each other.
 
     Attributes:
         checkpoint: As the lowest rank has it.
@@ -91,15 +101,15 @@ class _Captured(NamedTuple):
     digests: Digests
 
 
-def _both_captured(one: _Captured, other: _Captured) -> _Captured:
+def _both_answers(one: _RankAnswer, other: _RankAnswer) -> _RankAnswer:
     return one._replace(digests=both_digests(one.digests, other.digests))
 
 
-class _Ground(NamedTuple):
-    """What rank 0 has made for a save.
+class _Entered(NamedTuple):
+    """What rank 0 has made and found in the directory, when it has taken it for a save.
 
     Attributes:
-        place: What the ranks look for.
+        place: What it has made: the ranks look for it.
         unread: Older steps that have to be read before they count as good.
     """
 
@@ -118,7 +128,7 @@ class _Summary(NamedTuple):
         own_gradients: Whether the ranks have different gradients.
         stages: The first rank of each stage of a model; rank 0 alone where all ranks hold the same.
         is_again: Whether the newest checkpoint is of this step.
-        ground: What rank 0 has made; None where something is to be found out first.
+        entered: The directory, taken for the save; None where that waits for something.
     """
 
     checkpoint: Checkpoint
@@ -128,7 +138,7 @@ class _Summary(NamedTuple):
     own_gradients: bool
     stages: list[int]
     is_again: bool
-    ground: _Ground | None
+    entered: _Entered | None
 
 
 class _Copied(NamedTuple):
@@ -184,9 +194,9 @@ class Saver:
         self._run = run
         self._capturer = capturer
         self._pruning = pruning
-        self._progress = progress
         self._process = WritingProcess() if async_save == "process" else None
-        self._write_content: Write = write_here if self._process is None else self._process.write
+        write: Write = write_here if self._process is None else self._process.write
+        self._output = Output(run.directory, run.components, write, progress, PlanCache())
         self._staging = Staging(shared=self._process is not None) if async_save else None
         self._is_checked = False
         self._is_warm = False
@@ -194,9 +204,7 @@ class Saver:
         self._on_commit = on_commit
         self._memory: MemoryCopy | None = None
         self._drift: str | None = None  # what the save before has found, and nobody was told
-        self._plans = PlanCache()
         self.longest_seconds = 0.0
-        self._began = 0.0  # when the last save did
 
     @property
     def memory(self) -> MemoryCopy | None:
@@ -231,9 +239,9 @@ class Saver:
             metrics: Its metrics.
             refusal: What this rank has refused since the ranks met last: raised on all of them.
         """
-        began = self._began = time.monotonic()
+        began = time.monotonic()
         try:
-            return self._save(step, loss, metrics, refusal)
+            return self._save(step, loss, metrics, refusal, began)
         finally:
             self._note_seconds(began)
 
@@ -241,7 +249,7 @@ class Saver:
         self.longest_seconds = max(self.longest_seconds, time.monotonic() - began)
 
     def _save(
-        self, step: int, loss: Any, metrics: Mapping[str, Any] | None, refusal: BaseException | None
+        self, step: int, loss: Any, metrics: Mapping[str, Any] | None, refusal: BaseException | None, began: float
     ) -> Checkpoint:
         run, group = self._run, self._run.group
         if self._background.busy:
@@ -253,14 +261,18 @@ class Saver:
             draft, summary = self._capture(what, step, loss, metrics, refusal)
             if summary.is_again:
                 return self._save_again(group, what, draft)
-            ground = summary.ground
-            if ground is None:
-                ground = self._find_out(group, what, draft, summary)
+            entered = summary.entered or self._settle_differences(group, what, draft, summary)
             try:
-                self._verify_older(group, what, ground.unread)
-                return self._write_draft(group, what, draft, summary, ground.place)
+                self._verify_older(group, what, entered.unread)
+                self._is_checked = True  # the state was encoded, and the directory taken
+                if draft.is_sharded:
+                    group.process_group  # noqa: B018 - formed here, in the training loop
+                if self._staging is None:
+                    return self._write(group, what, draft, summary, entered.place)
+                return self._copy(what, draft, summary, entered.place, began)
             except BaseException:
-                run.directory.drop(ground.place)
+                if not self._background.busy:  # or what writes there drops it
+                    run.directory.drop(entered.place)
                 raise
         except REFUSALS as error:
             self.note_refusal(error)
@@ -273,10 +285,10 @@ class Saver:
     ) -> tuple[Draft, _Summary]:
         """Capture and guard on every rank, and take rank 0's idea of the checkpoint."""
         group = self._run.group
-        with group.section(what, _both_captured, self._summarize) as section:
+        with group.section(what, _both_answers, self._summarize_and_enter) as section:
             draft = self._draft_of_rank(step, loss, metrics, refusal)
             digests = compared_digests(group.rank, draft.digests)
-            section.answer = _Captured(draft.checkpoint, draft.is_sharded, digests)
+            section.answer = _RankAnswer(draft.checkpoint, draft.is_sharded, digests)
         checkpoint = dataclasses.replace(section.result.checkpoint, path=draft.checkpoint.path)
         return dataclasses.replace(draft, checkpoint=checkpoint), section.result
 
@@ -293,8 +305,8 @@ class Saver:
                 self._capturer.count_batches(step)
             raise
 
-    def _summarize(self, captured: _Captured) -> _Summary:
-        """Sum up what all ranks have captured, and begin to save it where nothing speaks against that. On rank 0."""
+    def _summarize_and_enter(self, captured: _RankAnswer) -> _Summary:
+        """Sum up what all ranks have captured, and take the directory where nothing speaks against that. On rank 0."""
         found = captured.digests
         summary = _Summary(
             captured.checkpoint,
@@ -304,24 +316,24 @@ class Saver:
             own_gradients=have_own_gradients(found),
             stages=first_of_stages(found),
             is_again=self._is_newest(captured.checkpoint.step),
-            ground=None,
+            entered=None,
         )
         is_in_doubt = summary.hold_parts or (summary.drifted and self._run.membership.ranks.on_drift != "ignore")
         if summary.is_again or is_in_doubt:
             return summary
-        return summary._replace(ground=self._make_ground(captured.checkpoint.step, is_sharded=captured.is_sharded))
+        return summary._replace(entered=self._enter(captured.checkpoint.step, is_sharded=captured.is_sharded))
 
     def _is_newest(self, step: int) -> bool:
         """Return whether a step is the one saved last, and its checkpoint is there still. On rank 0."""
         return step == self._run.timeline.saved_step and os.path.lexists(self._run.directory.files.path_of(step))
 
-    def _make_ground(self, step: int, *, is_sharded: bool) -> _Ground:
-        """Take the directory, and make there what the ranks look for. On rank 0."""
+    def _enter(self, step: int, *, is_sharded: bool) -> _Entered:
+        """Take the directory for a save, and make there what the ranks look for. On rank 0."""
         directory = self._run.directory
         directory.enter()
         self._pruning.announce()
         unread = self._pruning.unread(step) if is_sharded else []
-        return _Ground(directory.make_place(step, is_folder=is_sharded), unread)
+        return _Entered(directory.make_place(step, is_folder=is_sharded), unread)
 
     def _save_again(self, group: Group, what: str, draft: Draft) -> Checkpoint:
         """Return the newest checkpoint, with a new loss or new metrics in it, if it holds what the objects hold.
@@ -372,8 +384,8 @@ class Saver:
         if error.step is not None and (refusal is None or refusal.step != error.step):
             self._run.timeline.refuse(error.step, str(error).partition("\n")[0])
 
-    def _find_out(self, group: Group, what: str, draft: Draft, summary: _Summary) -> _Ground:
-        """Name what differs between ranks, and refuse it, or warn of it and begin to save."""
+    def _settle_differences(self, group: Group, what: str, draft: Draft, summary: _Summary) -> _Entered:
+        """Name what differs between ranks, and refuse it; or warn of it, and take the directory."""
         run, step = self._run, draft.checkpoint.step
         if summary.hold_parts:
             with group.section(f"{what}: comparing parts", both_texts, _refuse_parts) as section:
@@ -382,9 +394,9 @@ class Saver:
         with group.section(f"{what}: warning of drift") as section:  # where warnings are errors, on all ranks
             if group.is_rank_zero:
                 warn_caller(text, ReplicaDriftWarning)
-                section.answer = self._make_ground(step, is_sharded=draft.is_sharded)
-        ground: _Ground = section.result
-        return ground
+                section.answer = self._enter(step, is_sharded=draft.is_sharded)
+        entered: _Entered = section.result
+        return entered
 
     def _refuse_drift(self, group: Group, what: str, draft: Draft, summary: _Summary, *, is_first: bool) -> str:
         """Name what differs between copies, and refuse it, or return the warning.
@@ -422,53 +434,7 @@ class Saver:
 
     # -- how it is written -------------------------------------------------------------------------------------------
 
-    def _write_draft(self, group: Group, what: str, draft: Draft, summary: _Summary, place: Place) -> Checkpoint:
-        """Write a draft, or have a copy of it written in the background, when every rank has made itself ready."""
-        self._is_checked = True  # the state was encoded, and the directory taken
-        if draft.is_sharded:
-            group.process_group  # noqa: B018 - formed here, in the training loop
-        if self._staging is not None:
-            return self._copy(what, draft, summary, place)
-        writer, make_ready = self._writer_of(group, draft, summary, place)
-        if not draft.is_sharded:
-            return self._write(group, what, writer, make_ready)
-        with group.section(f"{what}: making ready", decide=lambda _: writer.note_seen()):
-            make_ready()
-        return self._write(group, what, writer)
-
-    def _writer_of(
-        self, group: Group, draft: Draft, summary: _Summary, place: Place
-    ) -> tuple[Writer, Callable[[], None]]:
-        """Return the writer of a draft, and what makes it ready."""
-        run = self._run
-        world = World(
-            group.rank,
-            group.size,
-            own_gradients=summary.own_gradients,
-            copies_differ=bool(summary.drifted),
-            stage=summary.digests.get("stage", ""),
-            has_new_stage=group.rank in summary.stages[1:],
-        )
-        writer = writer_of(
-            draft,
-            run.directory,
-            run.components,
-            write=self._write_content,
-            progress=self._progress,
-            plans=self._plans,
-            refuse=self._capturer.refuse_written,
-            rules=self._pruning.rules,
-            place=place,
-            world=world,
-        )
-
-        def make_ready() -> None:
-            own = None if group.is_rank_zero else rank_state_of(draft.captured, draft.digests, summary.digests)
-            writer.ready(own)
-
-        return writer, make_ready
-
-    def _copy(self, what: str, draft: Draft, summary: _Summary, place: Place) -> Checkpoint:
+    def _copy(self, what: str, draft: Draft, summary: _Summary, place: Place, began: float) -> Checkpoint:
         """Copy the state, and have the copy written in the background.
 
         The ranks do not wait for each other here. What one of several could not copy, all of them are told where they
@@ -483,7 +449,7 @@ class Saver:
             if group.size == 1:
                 raise
             failure = error
-        copied = _Copied(draft, place, failure, is_first=self._run.timeline.saved_step is None, began=self._began)
+        copied = _Copied(draft, place, failure, is_first=self._run.timeline.saved_step is None, began=began)
         checkpoint = self._start_write(what, summary, copied)
         if isinstance(failure, KeyboardInterrupt):  # it is meant for the caller
             raise failure
@@ -510,8 +476,7 @@ class Saver:
         try:
             if group.size > 1:
                 draft, summary = self._compare_copies(group, what, summary, copied)
-            writer, make_ready = self._writer_of(group, draft, summary, place)
-            self._write(group, what, writer, make_ready)
+            self._write(group, what, draft, summary, place)
         except BaseException:
             self._memory = None
             self._run.directory.drop(place)
@@ -541,50 +506,58 @@ class Saver:
                 self._drift = self._refuse_drift(group, what, draft, summary, is_first=copied.is_first)
         return draft, summary
 
-    def _write(
-        self, group: Group, what: str, writer: Writer, make_ready: Callable[[], None] = lambda: None
-    ) -> Checkpoint:
+    def _write(self, group: Group, what: str, draft: Draft, summary: _Summary, place: Place) -> Checkpoint:
         """Write on all ranks, commit on rank 0, and let every rank know what has become of it.
 
         What goes wrong after the commit, such as a sync of the directory, is raised when all ranks know that the
         checkpoint is there: otherwise they would not agree on when the next one is due.
         """
+        run, step = self._run, draft.checkpoint.step
+        writer = writer_of(Job(draft, place, _world(group, summary), self._pruning.rules), self._output)
         late: list[BaseException] = []
 
-        def commit(contributions: Contributions) -> _Written:
-            writer.note_seen()
+        def make_ready() -> None:
+            run.directory.see(place)
+            writer.ready(None if group.rank == 0 else rank_state_of(draft.captured, draft.digests, summary.digests))
+
+        def commit_on_rank_zero(contributions: Contributions) -> _Written:
+            run.directory.note_shared(place)
+            prepared = writer.prepare(contributions)
+            size_bytes = contributions.size_bytes + prepared.size_bytes
+            checkpoint = dataclasses.replace(draft.checkpoint, size_bytes=size_bytes)
             try:
-                return _Written(self._commit(writer, contributions), failed_late=False)
+                self._commit(writer, prepared, checkpoint)
             except BaseException as error:
-                if self._run.timeline.saved_step != writer.checkpoint.step:
+                if run.timeline.saved_step != step:
                     raise
                 late.append(error)
-                return _Written(writer.checkpoint, failed_late=True)
+            return _Written(checkpoint, failed_late=bool(late))
 
-        try:
-            with group.section(f"{what}: writing", both_contributions, commit) as section:
+        makes_ready_first = draft.is_sharded and self._staging is None
+        if makes_ready_first:
+            with group.section(f"{what}: making ready"):
                 make_ready()
+        with group.section(f"{what}: writing", both_contributions, commit_on_rank_zero) as section:
+            if not makes_ready_first:
+                make_ready()
+            with self._capturer.refusing_late(step):
                 section.answer = writer.write(group)
-        except BaseException:
-            writer.discard()
-            raise
-        written: Checkpoint = dataclasses.replace(section.result.checkpoint, path=writer.checkpoint.path)
+        written: Checkpoint = dataclasses.replace(section.result.checkpoint, path=draft.checkpoint.path)
         if not group.is_rank_zero:
-            self._run.timeline.record(written)
+            run.timeline.record(written)
         if section.result.failed_late:
             with group.section(f"{what}: after the commit"):
                 if late:
                     raise late[0]
-        self._mirror(group, what, written.step)
+        self._mirror(group, what, step)
         return written
 
-    def _commit(self, writer: Writer, contributions: Contributions) -> Checkpoint:
+    def _commit(self, writer: Writer, prepared: PreparedFile, checkpoint: Checkpoint) -> None:
         """Commit a checkpoint, and only then forget what is no longer needed. On rank 0."""
-        run = self._run
-        checkpoint = writer.prepare(contributions)
+        run, step = self._run, checkpoint.step
         try:
-            with run.replay.committing(checkpoint.step):
-                writer.commit()
+            with run.replay.committing(step), self._capturer.refusing_late(step):
+                writer.commit(prepared)
             self._record(checkpoint)
         except (NonFiniteError, StepExistsError):
             raise
@@ -594,11 +567,10 @@ class Saver:
                 run.directory.add_saved_event(checkpoint)
             raise
         run.directory.add_saved_event(checkpoint)
-        self._pruning.prune(checkpoint.step)
+        self._pruning.prune(step)
         if self._on_commit is not None:
             self._on_commit(checkpoint)
-        tell_committed(run, checkpoint.step)
-        return checkpoint
+        tell_committed(run, step)
 
     def _mirror(self, group: Group, what: str, step: int) -> None:
         """Have a committed checkpoint copied, on every rank what is its own, and wait where the caller wants that."""
@@ -635,6 +607,18 @@ class Saver:
             large = {name: component for name, component in components if component.kind in ("module", "optimizer")}
             with torch.inference_mode(mode=False):  # in which tensors have no versions, and DTensors no parts
                 self._staging.warm(capture(large).payload)
+
+
+def _world(group: Group, summary: _Summary) -> World:
+    """Return the ranks that save, as they know each other."""
+    return World(
+        group.rank,
+        group.size,
+        own_gradients=summary.own_gradients,
+        copies_differ=bool(summary.drifted),
+        stage=summary.digests.get("stage", ""),
+        has_new_stage=group.rank in summary.stages[1:],
+    )
 
 
 def _all_of_each(one: list[bool], other: list[bool]) -> list[bool]:

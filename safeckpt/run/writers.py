@@ -1,16 +1,14 @@
 """The two forms of a checkpoint: one file that rank 0 writes, and a directory into which every rank writes shards.
 
-What is alike in both: every rank makes itself `ready`; `write` is done by all ranks, `prepare` and `commit` by rank 0,
-`discard` by every rank that has something to remove.
+What is alike in both: every rank makes itself `ready` and calls `write`; then rank 0 calls `prepare` and `commit`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import errno
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 from safeckpt.distributed import (
     Group,
@@ -22,18 +20,18 @@ from safeckpt.distributed import (
     with_world,
     write_shards,
 )
-from safeckpt.errors import NonFiniteError
 from safeckpt.file import INDEX, PreparedFile, ShardFile, Write, encode, open_file, prepare
 from safeckpt.run.capturing import Draft
 from safeckpt.run.catalog import Checkpoint
 from safeckpt.run.run_directory import Place, RunDirectory
-from safeckpt.state import RESERVED_KEY, Component, copy_tree, guard_from_record, guarded_in, to_cpu
+from safeckpt.state import RESERVED_KEY, Component, copy_tree, guarded_in, to_cpu
 from safeckpt.system.threads import Progress
 
 __all__ = [
     "Contributions",
     "FileWriter",
-    "MemoryCopy",
+    "Job",
+    "Output",
     "ShardedWriter",
     "World",
     "Writer",
@@ -41,16 +39,6 @@ __all__ = [
     "rewrite_header",
     "writer_of",
 ]
-
-
-Refuse: TypeAlias = Callable[[int, NonFiniteError], NonFiniteError]  # step, error -> the error to raise
-
-
-class MemoryCopy(NamedTuple):
-    """A copy of the whole state of this rank in memory, as an asynchronous save left it."""
-
-    step: int
-    payload: Mapping[str, Any]
 
 
 class World(NamedTuple):
@@ -81,6 +69,41 @@ class World(NamedTuple):
         )
 
 
+@dataclass(frozen=True)
+class Output:
+    """Where a run writes its checkpoints, and how.
+
+    Attributes:
+        directory: Where.
+        components: The live objects: what of their state is guarded.
+        write: Writes the content of a file.
+        progress: Told how much of a checkpoint of one file is written.
+        plans: What was planned for the save before, of shards.
+    """
+
+    directory: RunDirectory
+    components: Mapping[str, Component]
+    write: Write
+    progress: Progress | None
+    plans: PlanCache
+
+
+class Job(NamedTuple):
+    """One checkpoint to be written.
+
+    Attributes:
+        draft: This rank's part of it.
+        place: What rank 0 has made in the directory.
+        world: The ranks that save.
+        rules: What is kept in the directory, for the header.
+    """
+
+    draft: Draft
+    place: Place
+    world: World
+    rules: Mapping[str, Any]
+
+
 class Contributions(NamedTuple):
     """What rank 0 needs of all ranks to commit a checkpoint, in the order of the ranks.
 
@@ -94,6 +117,11 @@ class Contributions(NamedTuple):
     rank_states: list[Any] = []  # noqa: RUF012
     stages: list[Any] = []  # noqa: RUF012
 
+    @property
+    def size_bytes(self) -> int:
+        """How large the shards are, all together."""
+        return sum(length for _, length, _ in self.files)
+
 
 def both_contributions(one: Contributions, other: Contributions) -> Contributions:
     """Return the contributions of both, in the order of their ranks."""
@@ -101,246 +129,134 @@ def both_contributions(one: Contributions, other: Contributions) -> Contribution
 
 
 class Writer(Protocol):
-    """Writes one checkpoint.
-
-    Attributes:
-        checkpoint: The checkpoint to be, whose size is not known yet.
-    """
-
-    checkpoint: Checkpoint
+    """Writes one checkpoint."""
 
     def ready(self, rank_state: dict[str, Any] | None) -> None:
-        """See that the directory is there, and take what this rank has otherwise than rank 0; None on rank 0."""
-
-    def note_seen(self) -> None:
-        """Note that every rank has seen the directory. On rank 0."""
+        """Take what this rank has otherwise than rank 0; None on rank 0."""
 
     def write(self, group: Group) -> Contributions:
-        """Write what every rank writes by itself, and return what rank 0 needs of it. Called by all ranks at once."""
+        """Write what every rank writes by itself, and return what rank 0 needs of it. Called by all ranks at once.
 
-    def prepare(self, contributions: Contributions) -> Checkpoint:
-        """Lay out what rank 0 writes, write nothing, and return the checkpoint with its size. On rank 0.
+        Raises:
+            NonFiniteError: NaN or Inf came into the state after the guard had looked.
+        """
+
+    def prepare(self, contributions: Contributions) -> PreparedFile:
+        """Lay out the file that rank 0 writes, and write nothing. On rank 0.
 
         Args:
             contributions: What `write` has returned, of all ranks.
         """
 
-    def commit(self) -> None:
-        """Write it and give the checkpoint its name. On rank 0, after `prepare`."""
+    def commit(self, prepared: PreparedFile) -> None:
+        """Write that file, and give the checkpoint its name. On rank 0.
 
-    def discard(self) -> None:
-        """Remove what was written and not committed."""
+        Raises:
+            NonFiniteError: As `write`.
+        """
 
 
-def writer_of(
-    draft: Draft,
-    directory: RunDirectory,
-    components: Mapping[str, Component],
-    *,
-    write: Write,
-    progress: Progress | None,
-    plans: PlanCache,
-    refuse: Refuse,
-    rules: Mapping[str, Any],
-    place: Place,
-    world: World,
-) -> Writer:
-    """Return the writer of a draft.
-
-    Args:
-        draft: This rank's part of the checkpoint.
-        directory: Where it is written.
-        components: The live objects: what of their state is guarded.
-        write: Writes the content of a file.
-        progress: Told how much of a file is written.
-        plans: What was planned for the save before, of shards.
-        refuse: Returns the error to raise for NaN or Inf that came into the state after the guard.
-        rules: What is kept in the directory, for the header.
-        place: What rank 0 has made there.
-        world: The ranks that save.
-    """
-    if draft.is_sharded:
-        return ShardedWriter(
-            draft, directory, components, plans, write=write, refuse=refuse, rules=rules, place=place, world=world
-        )
-    return FileWriter(
-        draft,
-        directory,
-        components,
-        write=write,
-        progress=progress,
-        refuse=refuse,
-        rules=rules,
-        place=place,
-        world=world,
-    )
+def writer_of(job: Job, output: Output) -> Writer:
+    """Return what writes a checkpoint."""
+    return ShardedWriter(job, output) if job.draft.is_sharded else FileWriter(job, output)
 
 
 class FileWriter:
     """Writes rank 0's payload, which holds what every rank has, as one file."""
 
-    def __init__(
-        self,
-        draft: Draft,
-        directory: RunDirectory,
-        components: Mapping[str, Component],
-        *,
-        write: Write,
-        progress: Progress | None,
-        refuse: Refuse,
-        rules: Mapping[str, Any],
-        place: Place,
-        world: World,
-    ) -> None:
-        self.checkpoint = draft.checkpoint
-        self._directory = directory
-        self._refuse = refuse
-        self._place = place
-        self._world = world
+    def __init__(self, job: Job, output: Output) -> None:
+        self._job = job
+        self._output = output
         self._rank_states: list[Any] = []
-        self._payload = draft.payload
-        self._guard = draft.guard
-        self._components = components
-        self._files = directory.files
-        self._rules = rules
-        self._write = write
-        self._progress = progress
-        self._prepared: PreparedFile | None = None
 
     def ready(self, rank_state: dict[str, Any] | None) -> None:
         """See `Writer`."""
-        self._directory.see(self._place)
         if rank_state is not None:  # a copy: a view would be sent with all of the memory around it
             self._rank_states = [encode(copy_tree(to_cpu(rank_state)), root="payload")]
-
-    def note_seen(self) -> None:
-        """See `Writer`."""
-        self._directory.note_shared(self._place)
 
     def write(self, group: Group) -> Contributions:
         """See `Writer`: only rank 0 writes, and what the others have of their own as well."""
         return Contributions(rank_states=self._rank_states)
 
-    def prepare(self, contributions: Contributions) -> Checkpoint:
+    def prepare(self, contributions: Contributions) -> PreparedFile:
         """See `Writer`."""
-        payload = to_cpu(self._world.added_to(self._payload, contributions.rank_states))
-        self._prepared = prepare(
+        draft, world, rules = self._job.draft, self._job.world, self._job.rules
+        payload = to_cpu(world.added_to(draft.payload, contributions.rank_states))
+        return prepare(
             payload,
-            header=self.checkpoint.header(guard=self._guard, **self._rules),
+            header=draft.checkpoint.header(guard=draft.guard, **rules),
             # Once more in what is written: training may have gone on in another thread since the guard has looked.
-            finite=guarded_in(payload, payload[RESERVED_KEY], self._components, guard_from_record(self._guard)),
+            finite=guarded_in(payload, self._output.components, draft.guard),
         )
-        return dataclasses.replace(self.checkpoint, size_bytes=self._prepared.size_bytes)
 
-    def commit(self) -> None:
+    def commit(self, prepared: PreparedFile) -> None:
         """See `Writer`."""
-        prepared = self._prepared
-        assert prepared is not None
-        with _refusing(self._refuse, self.checkpoint.step):
-            self._files.commit_step(
-                self.checkpoint.step,
-                lambda f: self._write(prepared, f, self._progress),
-                check=prepared.check,
-                size_bytes=prepared.size_bytes,
-            )
-
-    def discard(self) -> None:
-        """See `Writer`: the commit removes its own temporary file."""
+        self._output.directory.files.commit_step(
+            self._job.draft.checkpoint.step,
+            lambda f: self._output.write(prepared, f, self._output.progress),
+            check=prepared.check,
+            size_bytes=prepared.size_bytes,
+        )
 
 
 class ShardedWriter:
     """Writes every rank's shards into a directory, then an index that says what belongs to it."""
 
-    def __init__(
-        self,
-        draft: Draft,
-        directory: RunDirectory,
-        components: Mapping[str, Component],
-        plans: PlanCache,
-        *,
-        write: Write,
-        refuse: Refuse,
-        rules: Mapping[str, Any],
-        place: Place,
-        world: World,
-    ) -> None:
-        self.checkpoint = draft.checkpoint
-        self._rules = rules
+    def __init__(self, job: Job, output: Output) -> None:
+        self._job = job
+        self._output = output
+        self._shards = {**job.draft.shards}
+        self._finite = _guarded_shards(job.draft, output.components)
         self._stages: list[Any] = []
-        self._components = components
-        self._refuse = refuse
-        self._finite = _guarded_shards(draft, components)
-        self._index: PreparedFile | None = None
-        self._write = write
-        self._plans = plans
-        self._place = place
-        self._world = world
-        self._payload = draft.payload
-        self._shards = {**draft.shards}
-        self._guard = draft.guard
-        self._directory = directory
-        assert place.name is not None
-        self._temp = directory.path / place.name
+        assert job.place.name is not None
+        self._folder = output.directory.path / job.place.name
 
     def ready(self, rank_state: dict[str, Any] | None) -> None:
         """See `Writer`."""
-        # By itself: a rank that does not see the directory must not leave the others in a collective of the engine.
-        self._directory.see(self._place)
+        world = self._job.world
         if rank_state is not None:
             state = copy_tree(to_cpu(with_placeholders(rank_state, self._shards)))
-            self._shards[rank_key(self._world.rank)] = pack_rank_state(state)
-        if self._world.has_new_stage:
-            self._stages = [copy_tree(to_cpu(self._payload))]
-
-    def note_seen(self) -> None:
-        """See `Writer`: each save has a directory of its own."""
+            self._shards[rank_key(world.rank)] = pack_rank_state(state)
+        if world.has_new_stage:
+            self._stages = [copy_tree(to_cpu(self._job.draft.payload))]
 
     def write(self, group: Group) -> Contributions:
         """See `Writer`."""
-        with _refusing(self._refuse, self.checkpoint.step):
-            files = write_shards(
-                self._shards,
-                self._temp,
-                group,
-                self._directory.files.write_inside,
-                self._plans,
-                write=self._write,
-                finite=self._finite,
-                drifted=self._world.copies_differ,
-            )
+        files = write_shards(
+            self._shards,
+            self._folder,
+            group,
+            self._output.directory.files.write_inside,
+            self._output.plans,
+            write=self._output.write,
+            finite=self._finite,
+            drifted=self._job.world.copies_differ,
+        )
         return Contributions(files, stages=self._stages)
 
-    def prepare(self, contributions: Contributions) -> Checkpoint:
+    def prepare(self, contributions: Contributions) -> PreparedFile:
         """See `Writer`: the index, which says what belongs to the checkpoint."""
+        draft, world, rules = self._job.draft, self._job.world, self._job.rules
         written = contributions.files
-        size = sum(length for _, length, _ in written)
         for name, length, _ in written:  # as this node sees them, before they are promised
-            self._directory.wait_for(self._temp / name)
-            found = (self._temp / name).stat().st_size
+            path = self._folder / name
+            self._output.directory.wait_for(path)
+            found = path.stat().st_size
             if found != length:
-                raise OSError(
-                    errno.EIO, f"{name} has {found} bytes here, {length} were written", str(self._temp / name)
-                )
-        payload = {**to_cpu(self._world.added_to(united([self._payload, *contributions.stages]), None))}
-        own = payload[RESERVED_KEY] = {**payload[RESERVED_KEY], "files": [list(shard) for shard in written]}
-        header = self.checkpoint.header(guard=self._guard, **self._rules, shards=len(written), shards_bytes=size)
-        finite = guarded_in(payload, own, self._components, guard_from_record(self._guard))
-        self._index = prepare(payload, header=header, finite=finite)
-        return dataclasses.replace(self.checkpoint, size_bytes=size + self._index.size_bytes)
+                raise OSError(errno.EIO, f"{name} has {found} bytes here, {length} were written", str(path))
+        payload = {**to_cpu(world.added_to(united([draft.payload, *contributions.stages]), None))}
+        payload[RESERVED_KEY] = {**payload[RESERVED_KEY], "files": [list(shard) for shard in written]}
+        counts = {"shards": len(written), "shards_bytes": contributions.size_bytes}
+        header = draft.checkpoint.header(guard=draft.guard, **rules, **counts)
+        return prepare(payload, header=header, finite=guarded_in(payload, self._output.components, draft.guard))
 
-    def commit(self) -> None:
+    def commit(self, prepared: PreparedFile) -> None:
         """See `Writer`: the index is written last, beside the shards."""
-        index = self._index
-        assert index is not None
-        with _refusing(self._refuse, self.checkpoint.step):
-            self._directory.files.write_inside(
-                self._temp / INDEX, lambda f: self._write(index, f, None), size_bytes=index.size_bytes
-            )
-        self._directory.files.commit_folder(self.checkpoint.step, self._temp)
-
-    def discard(self) -> None:
-        """See `Writer`."""
-        self._directory.drop(self._place)
+        files = self._output.directory.files
+        files.write_inside(
+            self._folder / INDEX, lambda f: self._output.write(prepared, f, None), size_bytes=prepared.size_bytes
+        )
+        files.commit_folder(self._job.draft.checkpoint.step, self._folder)
 
 
 def rewrite_header(checkpoint: Checkpoint, directory: RunDirectory) -> None:
@@ -354,18 +270,8 @@ def rewrite_header(checkpoint: Checkpoint, directory: RunDirectory) -> None:
         )
 
 
-@contextlib.contextmanager
-def _refusing(refuse: Refuse, step: int) -> Iterator[None]:
-    """Have NaN or Inf that is found in what is written refused as the guard refuses it."""
-    try:
-        yield
-    except NonFiniteError as error:
-        raise refuse(step, error) from error
-
-
 def _guarded_shards(draft: Draft, components: Mapping[str, Component]) -> dict[str, str]:
     """Return key to name, for the tensors of a draft that the guard has found finite."""
     captured = draft.captured
-    guarded = guarded_in(captured, captured[RESERVED_KEY], components, guard_from_record(draft.guard))
-    names = {id(tensor): name for name, tensor in guarded}
+    names = {id(tensor): name for name, tensor in guarded_in(captured, components, draft.guard)}
     return {key: names[id(tensor)] for key, tensor in draft.shards.items() if id(tensor) in names}

@@ -15,6 +15,7 @@ from safeckpt.state.guard import Guard, matcher
 from safeckpt.state.module import ModuleComponent
 from safeckpt.state.nonfinite import masks, nonfinite
 from safeckpt.state.random_streams import RngStreams
+from safeckpt.state.run_state import RESERVED_KEY
 
 __all__ = ["Baseline", "GuardResult", "guard_from_record", "guarded_in", "is_mask"]
 
@@ -63,16 +64,16 @@ def _guarded(pairs: Iterable[tuple[Component, Captured]], guard: Guard) -> Itera
 
 
 def guarded_in(
-    payload: Mapping[str, Any], own: Mapping[str, Any], components: Mapping[str, Component], guard: Guard
+    payload: Mapping[str, Any], components: Mapping[str, Component], record: Mapping[str, Any]
 ) -> list[tuple[str, torch.Tensor]]:
     """Return (name, tensor) of what has to be finite in a payload, as it is about to be written.
 
     Args:
-        payload: The state of each component, by name.
-        own: What the library keeps beside it: records of the components, and gradients.
+        payload: The state of each component, by name, with the library's own.
         components: The live objects.
-        guard: What has to be finite.
+        record: The guard that it has passed, see `GuardResult.record`.
     """
+    own, guard = payload[RESERVED_KEY], guard_from_record(record)
     pairs = [(components[name], Captured(payload[name], dict(record))) for name, record in own["components"].items()]
     found = list(_guarded(pairs, guard))
     # Under a gradient scaler gradients may overflow, see `Gradients.check`.

@@ -302,7 +302,7 @@ def test_process_ends_with_the_manager(tmp_path: Path) -> None:
     child = manager._saver._process._child
     pid = process_of(manager)
     assert child is not None
-    manager._saver._process = manager._saver._write_content = child = None  # type: ignore[assignment]
+    manager._saver._process = manager._saver._output = child = None  # type: ignore[assignment]
     assert not is_there(pid)
     manager.close()
 
