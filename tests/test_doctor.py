@@ -20,6 +20,15 @@ from tests.remote.conftest import URL, store  # noqa: F401 - a fixture
 from tests.remote.memory_store import MemoryStore
 
 
+@pytest.fixture(autouse=True)
+def mounts(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A disk is mounted everywhere: what there is on this machine is for one test alone."""
+    table = tmp_path_factory.mktemp("mounts") / "mountinfo"
+    table.write_text("1 0 8:1 / / rw shared:1 - ext4 /dev/sda1 rw\n")
+    monkeypatch.setattr(trials, "_MOUNTS", table)
+    return table
+
+
 def verdicts(capsys: pytest.CaptureFixture[str], place: object, expected: int) -> dict[str, str]:
     assert run(["doctor", str(place), "--json"]) == expected
     return {one["name"]: one["verdict"] for one in json.loads(capsys.readouterr().out)["trials"]}
@@ -33,6 +42,44 @@ def test_ordinary_directory_is_safe_and_left_as_it_was(tmp_path: Path, capsys: p
     assert not list(tmp_path.iterdir())
     assert run(["doctor", str(tmp_path)]) == 0
     assert "checkpoints are safe here" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "verdict"),
+    [("tmpfs", 1, "fails"), ("ramfs", 1, "fails"), ("overlay", 0, "weaker"), ("xfs", 0, "holds")],
+)
+def test_file_system_in_memory_is_not_safe(  # noqa: PLR0917 - fixtures
+    kind: str,
+    code: int,
+    verdict: str,
+    tmp_path: Path,
+    mounts: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its syncs succeed and are worth nothing; the last mount at the deepest place above a directory counts."""
+    monkeypatch.setattr(trials, "_TRIALS", {})
+    place = tmp_path / "with space"
+    place.mkdir()
+    escaped = str(place).replace(" ", "\\040")
+    with mounts.open("a") as table:
+        table.write(f"2 1 0:7 / {escaped} rw - nfs4 host:/ rw\n3 1 0:8 / {escaped} rw shared:2 - {kind} {kind} rw\n")
+        table.write(f"4 1 0:9 / {escaped}2 rw - squashfs none ro\n")
+    assert verdicts(capsys, place, code)["file system"] == verdict
+    assert run(["doctor", str(place)]) == code
+    text = " ".join(capsys.readouterr().out.split())
+    assert ("checkpoints are safe here" in text) is (code == 0)
+    assert ("good to know: file system" in text) is (verdict == "weaker")
+
+
+def test_mounts_of_this_machine_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux names a kind for every directory, of its shared memory one that is lost; other systems name none."""
+    monkeypatch.undo()
+    assert bool(trials._file_system_of(tmp_path)) is sys.platform.startswith("linux")
+    if (memory := Path("/dev/shm")).is_dir():
+        assert trials._judged(trials._file_system_of(memory) or "")[0] == "fails"
+    monkeypatch.setattr(trials, "_MOUNTS", tmp_path / "none")
+    assert trials._file_system_of(tmp_path) is None
 
 
 def broken_write(file: object, data: memoryview) -> int:

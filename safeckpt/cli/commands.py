@@ -341,9 +341,9 @@ def fetch_(url: str, directory: str, step: int | None, *, as_json: bool) -> int:
 def doctor(directory: str, *, as_json: bool) -> int:
     """Try in DIRECTORY, or at the URL of a store, what checkpoints rest on.
 
-    Syncs, renames, exclusive creation, locks between processes, room and limits; of a store its conditional writes.
-    Everything is really done, with a folder that is removed again. Exit code 1 when something does not hold: then a
-    crash or a second job may cost checkpoints there.
+    Syncs, renames, exclusive creation, locks between processes, the kind of file system, room and limits; of a store
+    its conditional writes. Everything is really done, with a folder that is removed again. Exit code 1 when something
+    does not hold: then a crash, a reboot or a second job may cost checkpoints there.
     """
     from safeckpt.cli.diagnosis import diagnose
 

@@ -19,7 +19,7 @@ def diagnose(screen: Screen, place: str) -> int:
     """Print what holds in a place and what not; return 1 when something fails."""
     with screen.status(f"trying {place}"):
         found = _try_store(place) if is_url(place) else try_directory(Path(place))
-    failed = [one.name for one in found if one.verdict == FAILS]
+    failed, weaker = ([one.name for one in found if one.verdict == verdict] for verdict in (FAILS, WEAKER))
     if screen.as_json:
         trials = [{"name": one.name, "verdict": one.verdict, "text": one.text} for one in found]
         screen.json({"place": place, "good": not failed, "trials": trials})
@@ -27,7 +27,8 @@ def diagnose(screen: Screen, place: str) -> int:
         screen.table(
             ("tried", "", "found"), [(one.name, (one.verdict, _COLOURS[one.verdict]), one.text) for one in found]
         )
-        verdict = f"not safe ({', '.join(failed)})" if failed else "checkpoints are safe here"
+        known = f"; good to know: {', '.join(weaker)}" if weaker else ""
+        verdict = f"not safe ({', '.join(failed)})" if failed else f"checkpoints are safe here{known}"
         screen.line(f"{place}: {verdict}", BAD if failed else GOOD)
     return 1 if failed else 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import secrets
 import subprocess
 import sys
@@ -29,6 +30,8 @@ _LITTLE_BYTES = 1 << 30
 _FEW_FILES = 1000
 _CLOCK_SECONDS = 60
 _LOCK_SECONDS = 60
+_MOUNTS = Path("/proc/self/mountinfo")  # of Linux; see proc_pid_mountinfo(5)
+_IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "rootfs", "hugetlbfs"})
 _REFUSED = 3  # exit code of the other process
 _OTHER_PROCESS = """
 import sys
@@ -123,7 +126,7 @@ def _try_rename(folder: Path) -> tuple[str, str]:
 def _try_directory_sync(folder: Path) -> tuple[str, str]:
     with disk.open_directory(folder) as handle:
         if disk.sync_directory(handle):
-            return HOLDS, "names can be made durable"
+            return HOLDS, "the system takes the request"
     return WEAKER, "directories cannot be synced here: a power loss may take the newest checkpoint back"
 
 
@@ -175,8 +178,10 @@ _TRIALS: dict[str, Callable[[Path], tuple[str, str]]] = {
 
 
 def _of_the_system(directory: Path) -> list[Trial]:
-    """Return what the system says about room and limits."""
+    """Return what the system says about the file system, room and limits."""
     found = []
+    if (kind := _file_system_of(directory)) is not None:
+        found.append(Trial("file system", *_judged(kind)))
     if hasattr(os, "statvfs"):
         status = os.statvfs(directory)
         free = status.f_bavail * status.f_frsize
@@ -190,4 +195,28 @@ def _of_the_system(directory: Path) -> list[Trial]:
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         if limit != resource.RLIM_INFINITY:
             found.append(Trial("file size", WEAKER, f"this process may write no file above {limit} bytes (ulimit -f)"))
+    return found
+
+
+def _judged(kind: str) -> tuple[str, str]:
+    """Return what becomes of files on a file system, whose syncs succeed whatever they are worth."""
+    if kind in _IN_MEMORY:
+        return FAILS, f"{kind} is memory: everything in it is lost when the machine stops; take a disk"
+    if kind == "overlay":
+        return WEAKER, "overlay: in a container it is deleted with the container; there, take a volume"
+    return HOLDS, kind
+
+
+def _file_system_of(directory: Path) -> str | None:
+    """Return the kind of file system that a directory is on; None where the system does not tell."""
+    try:
+        lines = _MOUNTS.read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return None
+    here, deepest, found = directory.resolve(), -1, None
+    for line in lines:
+        mount, _, source = line.partition(" - ")
+        point = Path(re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), mount.split(" ")[4]))
+        if here.is_relative_to(point) and len(point.parts) >= deepest:  # of two at one place the later one is seen
+            deepest, found = len(point.parts), source.partition(" ")[0]
     return found
