@@ -97,7 +97,7 @@ def test_list_shows_every_checkpoint(command: Command, directory: Path) -> None:
     assert "not good" in out
     found = command.json("list", directory)
     assert [one["step"] for one in found["checkpoints"]] == [2, 4, 6]
-    assert [one["good"] for one in found["checkpoints"]] == [True, True, False]
+    assert [one["good"] for one in found["checkpoints"]] == [None, None, False]
     assert found["checkpoints"][0]["metrics"] == {"accuracy": 0.5}
     assert found["checkpoints"][0]["loss"] == safeckpt.verify(directory / NAMES[0]).header["loss"]  # type: ignore[index]
 
@@ -203,7 +203,10 @@ def test_list_says_how_much_it_checked(command: Command, directory: Path) -> Non
     out = command("list", directory)[1]
     assert out.count("structure ok") == 3
     assert "reads every byte" in " ".join(out.split())
-    assert {one["checked"] for one in command.json("list", directory)["checkpoints"]} == {"structure"}
+    assert {(one["good"], one["checked"]) for one in command.json("list", directory)["checkpoints"]} == {
+        (None, "structure")
+    }  # a script that takes what is good takes none of them
+    assert "`safeckpt verify DIRECTORY...` reads" in " ".join(command("list", directory, directory)[1].split())
 
 
 def test_latest_prints_the_path_of_the_newest_good_file(command: Command, directory: Path, tmp_path: Path) -> None:
@@ -237,6 +240,16 @@ def test_best_prints_the_path_of_the_best_good_file(command: Command, directory:
     assert command("best", directory, "accuracy:most")[0] == 2
 
 
+def test_best_says_what_is_missing(command: Command, directory: Path) -> None:
+    """A metric that damaged checkpoints alone have is there, and they are named; one that nobody has is not."""
+    for name in NAMES:
+        flip(directory / name)
+    code, out, err = command("best", directory, "accuracy")
+    assert (code, out) == (1, "")
+    assert "of those that have one, step 2, 4, 6, none is good" in " ".join(err.split())
+    assert "there is:" not in err
+
+
 @pytest.fixture
 def keeper(tmp_path: Path) -> Path:
     """A run that keeps its best checkpoint by `val`, which is step 2, and ends at step 5."""
@@ -252,7 +265,7 @@ def test_best_of_a_run_is_what_the_run_keeps(command: Command, keeper: Path, dir
     """Without a metric it is that of keep_best, which `list` marks; where there is none, the metrics are named."""
     assert command("best", keeper) == (0, f"{keeper / 'step-00000002.pt'}\n", "")
     assert command("list", keeper)[1].count("best val") == 1
-    assert [one["best"] for one in command.json("list", keeper)["checkpoints"]] == [[], ["val"], [], [], []]
+    assert [one["best_if_good"] for one in command.json("list", keeper)["checkpoints"]] == [[], ["val"], [], [], []]
     code, _, err = command("best", directory)
     assert code == 2
     assert "which METRIC? the run keeps no best checkpoint; its checkpoints have accuracy, loss" in " ".join(

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Iterable, Sequence
 
 import click
 
 from safeckpt.cli.options import parse_best
 from safeckpt.errors import LoadError
-from safeckpt.run.catalog import Catalog
+from safeckpt.run.catalog import Catalog, Checkpoint, score
 from safeckpt.run.remote_catalog import RemoteCatalog
 from safeckpt.store import Best
 
-__all__ = ["best_in", "bests_of_run", "metrics_in", "shown"]
+__all__ = ["best_in", "bests_of_run", "shown", "why_none"]
 
 
 def bests_of_run(catalog: Catalog | RemoteCatalog, steps: Iterable[int]) -> list[Best]:
@@ -39,7 +41,7 @@ def best_in(catalog: Catalog | RemoteCatalog, steps: Sequence[int], metric: str 
     why = (
         f"the run keeps several kinds ({', '.join(map(shown, found))})" if found else "the run keeps no best checkpoint"
     )
-    raise click.UsageError(f"which METRIC? {why}; its checkpoints have {metrics_in(catalog, steps)}")
+    raise click.UsageError(f"which METRIC? {why}; its checkpoints have {_metrics_of(_readable(catalog, steps))}")
 
 
 def shown(best: Best) -> str:
@@ -47,13 +49,26 @@ def shown(best: Best) -> str:
     return best.metric + (":max" if best.mode == "max" else "")
 
 
-def metrics_in(catalog: Catalog | RemoteCatalog, steps: Iterable[int]) -> str:
-    """Return the names of the metrics of some checkpoints."""
+def why_none(catalog: Catalog | RemoteCatalog, steps: Iterable[int], metric: str) -> str:
+    """Return the rest of "has no good checkpoint ...": nobody has the metric, or nobody good has it."""
+    readable = _readable(catalog, steps)
+    having = [one.step for one in readable if (value := score(one, metric)) is not None and math.isfinite(value)]
+    if having:
+        return f"with a finite {metric!r}: of those that have one, step {', '.join(map(str, having))}, none is good"
+    return f"with a finite metric {metric!r}; there is: {_metrics_of(readable)}"
+
+
+def _metrics_of(checkpoints: Iterable[Checkpoint]) -> str:
     names: dict[str, None] = {}
-    for step in steps:
-        try:
-            checkpoint = catalog.peek(step)
-        except (LoadError, FileNotFoundError):
-            continue
-        names.update(dict.fromkeys([*checkpoint.metrics, *(["loss"] if isinstance(checkpoint.loss, float) else [])]))
+    for one in checkpoints:
+        names.update(dict.fromkeys([*one.metrics, *(["loss"] if isinstance(one.loss, float) else [])]))
     return ", ".join(names) or "none"
+
+
+def _readable(catalog: Catalog | RemoteCatalog, steps: Iterable[int]) -> list[Checkpoint]:
+    """Return the checkpoints whose structure is whole."""
+    found = []
+    for step in steps:
+        with contextlib.suppress(LoadError, FileNotFoundError):
+            found.append(catalog.peek(step))
+    return found

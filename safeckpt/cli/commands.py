@@ -160,7 +160,8 @@ def demo(arguments: tuple[str, ...]) -> int:
 def list_(directories: tuple[str, ...], sort: str | None, where: tuple[str, ...], *, as_json: bool) -> int:
     """List the checkpoints in DIRECTORIES.
 
-    The check is the cheap one: name, trailer, size, structure. `verify` reads every byte.
+    The check is the cheap one: name, trailer, size, structure. `verify` reads every byte, so in --json "good" is false
+    for what is known to be damaged, and else null.
 
     KEY is step, saved, size, run, loss, metric.NAME or note.NAME, or just the NAME of a metric. --where compares it
     with < <= > >= = or !=, and what has no such value is left out. A size is a number of bytes or 5GB, a time is UTC.

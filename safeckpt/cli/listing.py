@@ -11,9 +11,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from safeckpt.cli.bests import best_in, bests_of_run, metrics_in, shown
+from safeckpt.cli.bests import best_in, bests_of_run, shown, why_none
 from safeckpt.cli.screen import BAD, GOOD, Cell, Screen, error_line, write
-from safeckpt.cli.selection import Selection
+from safeckpt.cli.selection import Selection, is_bad
 from safeckpt.cli.stores import best_of
 from safeckpt.errors import LoadError
 from safeckpt.remote.options import is_url
@@ -54,11 +54,12 @@ def list_directories(screen: Screen, paths: Sequence[str], selection: Selection)
     if len(found) == 1:
         screen.line(found[0].place)
     of = f" of {len(every)}" if selection.conditions else ""
-    where = f" in {len(found)} directories" if len(found) > 1 else ""
-    screen.line(f"{len(rows)}{of} checkpoint(s){where}, {total}")
+    several = f" in {len(found)} directories" if len(found) > 1 else ""
+    screen.line(f"{len(rows)}{of} checkpoint(s){several}, {total}")
     if rows:
         _print_rows(screen, rows, selection, with_directory=len(found) > 1)
-        screen.line(f"Name, size and structure were checked; `safeckpt verify {paths[0]}` reads every byte.")
+        where = found[0].place if len(found) == 1 else "DIRECTORY..."
+        screen.line(f"Name, size and structure were checked; `safeckpt verify {where}` reads every byte.")
     if unknown:
         names = ", ".join(f"step {row['step']} ({row['reason']})" for row in unknown)
         screen.line(f"{len(unknown)} not good, so that nobody knows whether --where holds: {names}", BAD)
@@ -100,7 +101,10 @@ def _rows(catalog: Catalog | RemoteCatalog, steps: Iterable[int], place: str) ->
     rows: list[dict[str, Any]] = []
     for step in steps:
         try:
-            found = described(catalog.peek(step)) | {"good": True, "checked": "structure"}
+            found = described(catalog.peek(step)) | {
+                "good": None,
+                "checked": "structure",
+            }  # every byte is not read here
         except FileNotFoundError:
             continue  # pruned by its writer a moment ago
         except LoadError as error:
@@ -111,14 +115,14 @@ def _rows(catalog: Catalog | RemoteCatalog, steps: Iterable[int], place: str) ->
 
 
 def _mark_best(rows: Sequence[dict[str, Any]], bests: Iterable[Best]) -> None:
-    """Note at each checkpoint by which of the run's metrics it is one of the best."""
-    good = {row["step"]: row for row in rows if row["good"]}
-    for row in good.values():
-        row["best"] = []
+    """Note at each checkpoint by which of the run's metrics it is one of the best, if it turns out to be good."""
+    known = {row["step"]: row for row in rows if not is_bad(row)}
+    for row in known.values():
+        row["best_if_good"] = []
     for best in bests:
-        scores = ((step, _score(row, best.metric)) for step, row in good.items())
+        scores = ((step, _score(row, best.metric)) for step, row in known.items())
         for step in islice(best.rank(scores), best.count):
-            good[step]["best"].append(shown(best))
+            known[step]["best_if_good"].append(shown(best))
 
 
 def _score(row: Mapping[str, Any], metric: str) -> float | None:
@@ -141,12 +145,13 @@ def described(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _row(row: dict[str, Any]) -> list[Cell]:
-    if not row["good"]:
+    if is_bad(row):
         return [(str(row["step"]), BAD), "", "", "", "", (f"not good: {row['reason']}", BAD)]
     when = row["created_at"][:19].replace("T", " ")
     loss, metrics = number(row["loss"]), number(row["metrics"])
-    check: Cell = ", ".join(["structure ok", *(f"best {name}" for name in row["best"])])
-    return [str(row["step"]), when, size(row["size_bytes"]), loss, metrics, (check, GOOD) if row["best"] else check]
+    bests = row["best_if_good"]
+    check: Cell = ", ".join(["structure ok", *(f"best {name}" for name in bests)])
+    return [str(row["step"]), when, size(row["size_bytes"]), loss, metrics, (check, GOOD) if bests else check]
 
 
 def print_latest(screen: Screen, path: str) -> int:
@@ -165,10 +170,8 @@ def print_best(screen: Screen, path: str, metric: str | None) -> int:
         return _print_one(screen, None, f"{path} has no checkpoint.")
     with screen.status(f"verifying {path}"):
         found = best_of(catalog, best) if isinstance(catalog, RemoteCatalog) else catalog.find_best(best)
-    known = "" if found is not None else metrics_in(catalog, steps)
-    return _print_one(
-        screen, found, f"{path} has no good checkpoint with a finite metric {best.metric!r}; there is: {known}."
-    )
+    missing = "" if found is not None else f"{path} has no good checkpoint {why_none(catalog, steps, best.metric)}."
+    return _print_one(screen, found, missing)
 
 
 def _print_one(screen: Screen, checkpoint: Checkpoint | None, missing: str) -> int:

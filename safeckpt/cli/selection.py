@@ -15,9 +15,9 @@ import click
 from safeckpt.cli.options import parse_best
 from safeckpt.system.text import parse_size
 
-__all__ = ["Condition", "Selection", "parse_condition"]
+__all__ = ["Condition", "Selection", "is_bad", "parse_condition"]
 
-_FIXED = ("step", "saved", "size", "run")  # every good checkpoint has them
+_FIXED = ("step", "saved", "size", "run")  # every checkpoint that can be read has them
 _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     "<=": operator.le, ">=": operator.ge, "==": operator.eq, "!=": operator.ne,
     "<": operator.lt, ">": operator.gt, "=": operator.eq,
@@ -25,6 +25,11 @@ _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
 _CONDITION = re.compile(rf"\s*(.+?)\s*({'|'.join(_COMPARE)})\s*(.+?)\s*", re.DOTALL)
 
 Row = dict[str, Any]
+
+
+def is_bad(row: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint of a listing is known not to be good; that the others are, only a check tells."""
+    return row["good"] is False
 
 
 @dataclass(frozen=True)
@@ -148,7 +153,7 @@ class Selection:
                 continue
             if all(found is not None for _, found in asked):
                 shown.append((row, values))
-            elif not row["good"]:
+            elif is_bad(row):
                 unknown.append(row)
         if self.sort is not None and rows:
             best = parse_best(self.sort)
@@ -184,7 +189,7 @@ def _sorted(rows: list[tuple[Row, Row]], key: str, *, highest_first: bool) -> li
 
 def values_of(row: Mapping[str, Any]) -> Row:
     """Return key to value of a checkpoint as JSON has it; of one that is not good its step."""
-    if not row["good"]:
+    if is_bad(row):
         return {"step": row["step"]}
     return {
         "step": row["step"],
