@@ -21,6 +21,7 @@ from safeckpt.errors import (
     ComponentMismatchError,
     DamagedCheckpointError,
     DirectoryInUseError,
+    ImportedStateWarning,
     NonFiniteError,
     NonFiniteTensor,
     UntrustedTypeError,
@@ -34,11 +35,15 @@ from safeckpt.state import is_mask
 from safeckpt.state.guard import guarded_tensors
 from safeckpt.state.imported import imported_payload
 from safeckpt.state.nonfinite import nonfinite
+from safeckpt.state.source_state import described, steps_counted, why_not
 from safeckpt.store import CheckpointDirectory, WriterLock, expand_user
+from safeckpt.system.text import from_here
+from safeckpt.system.warn import warn_caller
 from safeckpt.weights import open_weights
 
 __all__ = ["ImportReport", "import_checkpoint"]
 
+_TORCH_SAVE = "torch.save"
 _STEPS = ("global_step", "step")  # the names under which a file of torch.save may have it
 # Of NumPy what arrays and numbers are pickled with. It runs no code of the file's.
 _NUMPY = [
@@ -56,6 +61,7 @@ class ImportReport:
         source: What it was made of.
         kind: Which tool had saved that: `torch.save`, Lightning, Hugging Face Trainer or Accelerate.
         taken: Component to its key in the source.
+        contents: Component to what was taken of it, in words: tensors and bytes, plain values, steps it has counted.
         unused: Keys and files of the source that were not taken.
         position: Where its data stood, in words; empty where it does not tell.
     """
@@ -64,13 +70,14 @@ class ImportReport:
     source: str
     kind: str
     taken: Mapping[str, str]
+    contents: Mapping[str, str]
     unused: tuple[str, ...]
     position: str
 
     def __str__(self) -> str:
-        path = Path(*self.checkpoint.path.parts[-2:])
-        lines = [f"{path}: step {self.checkpoint.step} of {Path(self.source).name}, saved by {self.kind}"]
-        lines += [f"  {name} <- {key or 'all of it'}" for name, key in self.taken.items()]
+        step = self.checkpoint.step
+        lines = [f"{from_here(self.checkpoint.path)}: step {step} of {Path(self.source).name}, saved by {self.kind}"]
+        lines += [f"  {name} <- {key or 'all of it'}: {self.contents[name]}" for name, key in self.taken.items()]
         lines += ["not taken:", *(f"  {name}" for name in self.unused)] if self.unused else []
         lines += [f"its data stood at {self.position}"] if self.position else []
         return "\n".join(lines)
@@ -154,9 +161,14 @@ def import_checkpoint(
         UnsavableStateError: A state holds something that no checkpoint can; map a part of it.
         DirectoryInUseError: The directory holds checkpoints.
         DirectoryLockedError: Another process writes into it.
-        ValueError: The source is no such file or folder, no mapping or step is known, or a name is not one of a
-            component.
+        ValueError: The source is no such file or folder, no mapping or step is known, a name is not one of a
+            component, or what is mapped to a component cannot be its state: a number, or for the names model,
+            optimizer, scheduler and scaler the state of another of them.
         OSError: The system refused. Whatever is raised, nothing was written.
+
+    Warns:
+        ImportedStateWarning: The step that was given, or that a file of `torch.save` has under `step` or `global_step`,
+            is not the one that its optimizers have counted.
 
     Example:
         >>> import tempfile, torch, safeckpt
@@ -179,18 +191,19 @@ def import_checkpoint(
                 "--map model=key. Its keys: "
                 f"{listed(_keys_of(found.parts), most=20)}"
             )
-        number = found.step if step is None else checked_step(step)
-        if number is None:
-            raise ValueError(f"{at} does not tell its step: give step=, the number of optimizer steps completed")
         values = {name: _pick(found.parts, key, at) for name, key in keys.items()}
         if wanted is None:
             values |= found.entries
+        else:
+            _refuse_impossible(wanted, values, at)
+        number = _step_of_run(found, step, values, at)
+        contents = {name: described(values[name]) for name in keys}
         payload = _payload_of(values, found, at, is_usual=wanted is None)
         checkpoint = _commit(payload, number, directory, at, opened)
     used = {_first_key(found.parts, key) if key else "" for key in keys.values()}
     used |= {"loops"} if wanted is None else set()
     unused = [] if "" in used else [key for key in _keys_of(found.parts) if key not in used]
-    return ImportReport(checkpoint, str(at), found.kind, dict(keys), (*unused, *found.others), found.position)
+    return ImportReport(checkpoint, str(at), found.kind, dict(keys), contents, (*unused, *found.others), found.position)
 
 
 def _checked_mapping(mapping: Any) -> dict[str, str]:
@@ -203,6 +216,48 @@ def _checked_mapping(mapping: Any) -> dict[str, str]:
         if not component or "." in entry or component in ("safeckpt", "rng"):
             raise ValueError(f"mapping: {name!r} is no name of a component, or of an entry of one")
     return dict(mapping)
+
+
+def _refuse_impossible(wanted: Mapping[str, str], values: Mapping[str, Any], at: Path) -> None:
+    """Refuse what no component can be made of, where the mapping was somebody's own.
+
+    Raises:
+        ValueError: There is such a thing; all of them are named.
+    """
+    found = (why_not(name, key, values[name]) for name, key in wanted.items() if "." not in name)
+    if faults := [fault for fault in found if fault is not None]:
+        raise ValueError(f"{at} cannot be taken like this:\n  " + "\n  ".join(faults))
+
+
+def _step_of_run(found: _Source, step: int | None, values: Mapping[str, Any], at: Path) -> int:
+    """Return the step that the source is of.
+
+    Raises:
+        ValueError: Nobody says it.
+
+    Warns:
+        ImportedStateWarning: Its optimizers have counted another number of steps than a person, or a name, says.
+    """
+    number = found.step if step is None else checked_step(step)
+    counts = {name: count for name, value in values.items() if (count := steps_counted(value)) is not None}
+    if number is None:
+        most = max(counts.values(), default=None)
+        shown = "N" if most is None else most
+        raise ValueError(
+            f"{at} does not tell its step: give the number of optimizer steps completed"
+            + ("" if most is None else f", of which its optimizer has counted {most}")
+            + f" (step={shown}, on the command line --step {shown})"
+        )
+    is_certain = step is None and found.kind != _TORCH_SAVE
+    if counts and number not in counts.values() and not is_certain:
+        told = ", ".join(f"{name} has counted {count}" for name, count in counts.items())
+        warn_caller(
+            f"{at.name} is taken as step {number}, and {told}. A step is an optimizer step completed. An optimizer "
+            "that was made anew, or left out steps, has counted fewer; else import it again, with that number and into "
+            "a new directory.",
+            ImportedStateWarning,
+        )
+    return number
 
 
 def _payload_of(values: Mapping[str, Any], found: _Source, at: Path, *, is_usual: bool) -> dict[str, Any]:
@@ -336,7 +391,7 @@ def _open_one_file(at: Path, opened: _Files) -> _Source:
     if "pytorch-lightning_version" in payload:
         return _lightning(payload)
     steps = [payload[name] for name in _STEPS if type(payload.get(name)) is int]
-    return _Source("torch.save", payload, {}, steps[0] if steps else None)
+    return _Source(_TORCH_SAVE, payload, {}, steps[0] if steps else None)
 
 
 def _weights_of(at: Path, opened: _Files) -> dict[str, torch.Tensor]:

@@ -599,10 +599,14 @@ def test_import_says_what_it_took_and_what_not(command: Command, tmp_path: Path)
     code, _, err = command("import", tmp_path / "old.pt", tmp_path / "run", "--map", "model=nett")
     assert code == 2
     assert "nett" in err
+    code, _, err = command("import", tmp_path / "old.pt", tmp_path / "run", "--map", "model=epoch")
+    assert code == 2
+    assert "counters.epoch=epoch" in " ".join(err.split())
     assert not (tmp_path / "run").exists()
     code, out, _ = command("import", tmp_path / "old.pt", tmp_path / "run", "--map", "model=net")
     assert code == 0
-    assert "model <- net" in out
+    assert Path(out.partition(": step 40")[0]).is_file()
+    assert "model <- net: 2 tensors, 12 B" in out
     assert "not taken:\n  epoch\n  global_step" in out
     code, out, _ = command("import", tmp_path / "old.pt", tmp_path / "two", "--map", "model=net", "--step", 7, "--json")
     assert code == 0

@@ -39,8 +39,8 @@ def import_run(screen: Screen, source: str, directory: str, *, pairs: tuple[str,
         one = report.checkpoint
         screen.json({
             "path": one.path, "step": one.step, "size_bytes": one.size_bytes, "source": report.source,
-            "kind": report.kind, "taken": dict(report.taken), "unused": list(report.unused),
-            "position": report.position or None,
+            "kind": report.kind, "taken": dict(report.taken), "contents": dict(report.contents),
+            "unused": list(report.unused), "position": report.position or None,
         })  # fmt: skip
     else:
         for line in str(report).splitlines():

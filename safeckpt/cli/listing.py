@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from safeckpt.cli.bests import best_in, bests_of_run, shown, why_none
@@ -20,7 +19,7 @@ from safeckpt.remote.options import is_url
 from safeckpt.run.catalog import Catalog, Checkpoint, latest, reason_of
 from safeckpt.run.remote_catalog import RemoteCatalog
 from safeckpt.store import Best, CheckpointDirectory
-from safeckpt.system.text import number, size
+from safeckpt.system.text import from_here, number, size
 
 __all__ = ["described", "list_directories", "print_best", "print_latest", "show_log"]
 
@@ -85,16 +84,8 @@ def _print_rows(screen: Screen, rows: Sequence[dict[str, Any]], selection: Selec
         cells[0] = [(cell, GOOD) if isinstance(cell, str) else cell for cell in cells[0]]
     if with_directory:
         columns.insert(0, "directory")
-        cells = [[_relative(row["directory"]), *one] for row, one in zip(rows, cells, strict=True)]
+        cells = [[from_here(row["directory"]), *one] for row, one in zip(rows, cells, strict=True)]
     screen.table(columns, cells, right=("step", "size", "loss"))
-
-
-def _relative(directory: str) -> str:
-    """Return a directory as it is called from here, where that is shorter."""
-    try:
-        return str(Path(directory).relative_to(Path.cwd()))
-    except ValueError:
-        return directory
 
 
 def _rows(catalog: Catalog | RemoteCatalog, steps: Iterable[int], place: str) -> list[dict[str, Any]]:

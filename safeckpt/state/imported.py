@@ -22,6 +22,7 @@ from safeckpt.state.component import Captured, Component, has_attribute
 from safeckpt.state.environment import environment
 from safeckpt.state.random_streams import RngStreams
 from safeckpt.state.run_state import RESERVED_KEY, capture
+from safeckpt.state.source_state import is_optimizer_state
 
 __all__ = ["IMPORTED", "Completed", "complete", "imported_payload"]
 
@@ -188,11 +189,10 @@ def _check_module(state: Any, live: Captured) -> Iterator[str]:
 
 def _check_optimizer(state: Any, live: Captured) -> Iterator[str]:
     """Compare what positions alone can tell: groups, numbers of parameters, shapes of their moments, options."""
-    groups = state.get("param_groups") if isinstance(state, Mapping) else None
-    if not isinstance(groups, list) or not isinstance(state.get("state"), Mapping):
+    if not is_optimizer_state(state):
         yield "the source has no state of an optimizer for it"
         return
-    slots = live.record["slots"]
+    groups, slots = state["param_groups"], live.record["slots"]
     counts = [len(group["params"]) for group in groups]
     if counts != [len(row) for row in slots]:
         yield f"the source has groups of {counts} parameters, the live optimizer of {[len(row) for row in slots]}"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-__all__ = ["is_harmless", "number", "parse_size", "printable", "size"]
+__all__ = ["from_here", "is_harmless", "number", "parse_size", "printable", "size"]
 
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 _BYTES = {"": 1, "B": 1, "kB": 1000}
@@ -34,6 +35,14 @@ def is_harmless(character: str) -> bool:
 
 def _escaped(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")
+
+
+def from_here(path: str | Path) -> str:
+    """Return a path as it is called from the current directory, where it is below that."""
+    try:
+        return str(Path(path).relative_to(Path.cwd()))
+    except (ValueError, OSError):  # there may be no such directory any more
+        return str(path)
 
 
 def size(count: float) -> str:
