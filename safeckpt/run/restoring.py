@@ -23,6 +23,7 @@ from safeckpt.errors import (
     EnvironmentChangedWarning,
     HyperparameterReplacedWarning,
     ImportedStateWarning,
+    UncapturedStateWarning,
 )
 from safeckpt.run.arguments import note_changes
 from safeckpt.run.capturing import MemoryCopy
@@ -265,6 +266,13 @@ class Restorer:
             text = "\n  ".join(applied.notices)
             warn_caller(
                 f"The objects are built differently than in the run that saved:\n  {text}", ComponentChangedWarning
+            )
+        if applied.parted:
+            text = "\n  ".join(applied.parted)
+            warn_caller(
+                f"Not restored, so what follows is another run:\n  {text}\nThe checkpoint has every value: once this "
+                "is mended, a restart is exact.",
+                UncapturedStateWarning,
             )
         if applied.environment:
             text = "\n  ".join(applied.environment)

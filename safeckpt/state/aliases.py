@@ -1,20 +1,26 @@
-"""One object in several places of plain dicts: noted when they are captured, made one again when they are restored.
+"""One object in several places: noted when the components are captured, made one again when they are restored.
 
 A step that writes into one of these places changes what the others see. So an average that is also the "best" of a
 meter, a list in two dicts, or a parameter that a dict holds beside its model has to be one object after a restore,
 whatever the script has put there at its start.
+
+A place in a plain dict can be given any object. What is in an object with a `state_dict` of its own, in a loader or in
+the options of an optimizer is for their `load_state_dict` to decide: a dict that shared it is given what they have made
+of it, and where two of them shared something and do not any more, that is told.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from safeckpt.state.component import Captured, Component
+from safeckpt.state.component import Captured, Component, is_library_code
 from safeckpt.state.tree import clusters_of, join
 from safeckpt.system.tensor_kind import is_plain, span_of
 
@@ -25,6 +31,9 @@ ALIASES = "aliases"  # the key of a component's record
 Place = tuple[Any, ...]  # the name of a component, and the keys from there on
 
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
+_OWN_CODE = ("stateful", "loader")  # kinds whose state is of any form
+_ATTRIBUTES = ""  # the key behind which the attributes of an object are, beside the keys of its state
+_MOST_ATTRIBUTES = 10_000  # that are looked at, and the longest container among them that is: the others are data
 
 
 class _View(NamedTuple):
@@ -47,8 +56,8 @@ class Alias(NamedTuple):
     """A place that holds what another place holds.
 
     Attributes:
-        place: The place, in a plain dict.
-        origin: The other one, in a plain dict or a module.
+        place: The place; in a plain dict, where one of the two is.
+        origin: The other one.
         view: Which part of the other tensor it is; None where it is all of the object.
     """
 
@@ -65,47 +74,79 @@ class Alias(NamedTuple):
 class _Holder(NamedTuple):
     place: Place
     obj: Any
-    in_module: bool
+    kind: str  # of its component
+
+    @property
+    def rank(self) -> int:
+        """Who stays where several hold one object: what is lower."""
+        return ("module", "optimizer", *_OWN_CODE, "counters").index(self.kind)
 
 
 def find_aliases(components: Mapping[str, Component], state_of: Callable[[str], Any]) -> list[Alias]:
-    """Return the places of plain dicts whose object, or whose memory, is in another place as well.
+    """Return the places whose object, or whose memory, is in another place as well.
+
+    What modules alone share are ties, and what one object holds twice is its own affair: neither is among them.
 
     Args:
         components: All of them.
-        state_of: Gives the state of a module among them.
+        state_of: Gives the state of one that is no plain dict.
 
     Cost:
-        One walk over the plain dicts; where tensors are in them, a look at the address of each tensor of the modules.
+        One walk over the plain dicts and the states of objects; where tensors are in them, a look at the address of
+        each tensor of the modules and optimizers.
     """
     held = [
-        _Holder(place, obj, in_module=False)
-        for name, component in components.items()
-        if component.kind == "counters"
-        for place, obj in _places((name,), component.obj, set())
+        _Holder(place, obj, component.kind)
+        for component in components.values()
+        if component.kind in ("counters", *_OWN_CODE)
+        for place, obj in _places_in(component, state_of)
     ]
     tensors = [holder for holder in held if isinstance(holder.obj, torch.Tensor) and is_plain(holder.obj)]
     by_memory = {id(holder) for holder in tensors}
     found = _same_objects([holder for holder in held if id(holder) not in by_memory])
+    tensors += _options_of_optimizers(components, state_of)
     if tensors:
-        found += _same_memory([*_of_modules(tensors, components, state_of), *tensors])
+        found += _same_memory([*_in_storages_of(tensors, components, state_of), *tensors])
     return found
 
 
-def _places(place: Place, value: Any, seen: set[int]) -> Iterator[tuple[Place, Any]]:
+def _places_in(component: Component, state_of: Callable[[str], Any]) -> Iterator[tuple[Place, Any]]:
+    if component.kind == "counters":
+        yield from _places((component.name,), component.obj)
+        return
+    known: set[Any] = set()
+    places = _places((component.name,), state_of(component.name))
+    for place, obj in chain(places, _attributes(component)):
+        if len(place) > 1 and (one := _identity(obj)) not in known:
+            known.add(one)
+            yield place, obj
+
+
+def _attributes(component: Component) -> Iterator[tuple[Place, Any]]:
+    """Yield what the attributes of a user's object hold: its state may be made of copies."""
+    if component.kind != "stateful" or is_library_code(type(component.obj), "state_dict"):
+        return
+    attributes = getattr(component.obj, "__dict__", {})
+    places = _places((component.name, _ATTRIBUTES), attributes, longest=_MOST_ATTRIBUTES)
+    for place, obj in islice(places, 1, _MOST_ATTRIBUTES):
+        # What is trained belongs to a module, which fills it in place.
+        if not _is_trained(obj) and all(type(key) in _ATOMS for key in place):
+            yield place, obj
+
+
+def _places(
+    place: Place, value: Any, seen: set[int] | None = None, *, longest: float = math.inf
+) -> Iterator[tuple[Place, Any]]:
     """Yield (place, object) of everything that can be changed; what is met again is not entered again."""
+    seen = set() if seen is None else seen
     yield place, value
-    if id(value) in seen:
+    if id(value) in seen or not isinstance(value, dict | list | tuple | deque) or len(value) > longest:
         return
     seen.add(id(value))
-    items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, dict):
-        items = value.items()
-    elif isinstance(value, list | tuple | deque):
-        items = enumerate(value)
-    for key, item in items:
+    # A list at once: another thread may change what is no state.
+    for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
         if type(item) not in _ATOMS and _can_change(item):
-            yield from _places((*place, key), item, seen)
+            yield from _places((*place, key), item, seen, longest=longest)
 
 
 def _can_change(value: Any) -> bool:
@@ -120,27 +161,50 @@ def _same_objects(held: Iterable[_Holder]) -> list[Alias]:
         groups.setdefault(_identity(holder.obj), []).append(holder)
     found = []
     for group in groups.values():
-        origin = min(group, key=lambda holder: len(holder.place) > 1)  # the root of a component has to stay
-        found += [Alias(holder.place, origin.place) for holder in group if holder is not origin]
+        # The root of a component has to stay.
+        origin = min(group, key=lambda holder: (len(holder.place) > 1, holder.rank))
+        found += [Alias(holder.place, origin.place) for holder in group if _is_alias(holder, origin)]
     return found
+
+
+def _is_alias(holder: _Holder, origin: _Holder) -> bool:
+    """Return whether it is noted: in a dict, or in two components of which not both are modules."""
+    is_apart = holder.place[0] != origin.place[0] and {holder.kind, origin.kind} != {"module"}
+    return holder is not origin and (holder.kind == "counters" or is_apart)
 
 
 def _identity(obj: Any) -> Any:
     if isinstance(obj, np.ndarray) and obj.nbytes:
         return obj.__array_interface__["data"][0], obj.dtype.str, obj.shape, obj.strides
+    if isinstance(obj, torch.Tensor) and is_plain(obj) and obj.numel():
+        return obj.data_ptr(), obj.dtype, obj.size(), obj.stride()
     return id(obj)
 
 
-def _of_modules(
+def _options_of_optimizers(components: Mapping[str, Component], state_of: Callable[[str], Any]) -> list[_Holder]:
+    """Return the tensors among the options, such as a learning rate that two optimizers share."""
+    return [
+        _Holder((name, *place), obj, "optimizer")
+        for name, component in components.items()
+        if component.kind == "optimizer" and isinstance(state := state_of(name), dict)
+        for place, obj in _places(("param_groups",), state.get("param_groups"))
+        if isinstance(obj, torch.Tensor) and is_plain(obj)
+    ]
+
+
+def _in_storages_of(
     tensors: Collection[_Holder], components: Mapping[str, Component], state_of: Callable[[str], Any]
 ) -> Iterator[_Holder]:
-    """Yield the tensors of modules that share a storage with one of these."""
+    """Yield the tensors of modules, and the moments of optimizers, that share a storage with one of these."""
     storages = {holder.obj.untyped_storage().data_ptr() for holder in tensors}
-    for name in (name for name, component in components.items() if component.kind == "module"):
-        for key, tensor in state_of(name).items():
-            plain = isinstance(tensor, torch.Tensor) and is_plain(tensor)
-            if plain and tensor.untyped_storage().data_ptr() in storages:
-                yield _Holder((name, key), tensor, in_module=True)
+    for name, component in components.items():
+        if component.kind in ("module", "optimizer"):
+            state = state_of(name)
+            moments = (("state",), state.get("state")) if component.kind == "optimizer" else ((), state)
+            for place, tensor in _places(*moments):
+                plain = isinstance(tensor, torch.Tensor) and is_plain(tensor)
+                if plain and tensor.untyped_storage().data_ptr() in storages:
+                    yield _Holder((name, *place), tensor, component.kind)
 
 
 def _same_memory(held: Iterable[_Holder]) -> list[Alias]:
@@ -153,9 +217,9 @@ def _same_memory(held: Iterable[_Holder]) -> list[Alias]:
         members = [holder for tensor in cluster.members for holder in holders[id(tensor)]]
         all_of_it = (cluster.start, cluster.start + cluster.numel)
         whole = [holder for holder in members if span_of(holder.obj) == all_of_it]
-        if whole and not all(holder.in_module for holder in members):
-            origin = min(whole, key=lambda holder: (not holder.in_module, not holder.obj.requires_grad))
-            found += [_alias(holder, origin) for holder in members if holder is not origin and not holder.in_module]
+        if whole:
+            origin = min(whole, key=lambda holder: (holder.rank, not holder.obj.requires_grad))
+            found += [_alias(holder, origin) for holder in members if _is_alias(holder, origin)]
     return found
 
 
@@ -171,7 +235,7 @@ class Aliases:
     """The aliases of a checkpoint, and those of the live objects that take its state.
 
     Before the objects are filled, `let_go` separates what the checkpoint has separate: a value would be written over by
-    that of the other place. Afterwards `unite` makes one what was one.
+    that of the other place. Afterwards `unite` makes one what was one, where one of the places is in a plain dict.
 
     Args:
         pairs: What will be applied, by component.
@@ -187,7 +251,15 @@ class Aliases:
         saved = [one for one in map(_alias_of_record, records) if not any(_is_fresh(end, fresh) for end in one[:2])]
         self._saved = [alias for alias in saved if alias.origin[0] in self._components]
         self._parted = [alias for alias in saved if alias.origin[0] not in self._components]
-        live = find_aliases(self._components, self._module_state)
+        self._live_states: dict[str, Any] = {}
+        concerned = {end[0] for alias in saved for end in alias[:2]}
+        # A loader starts its workers to say where it is, and an optimizer's own state_dict may make its state.
+        asked = {
+            name: one
+            for name, one in self._components.items()
+            if one.kind not in ("loader", "optimizer") or name in concerned
+        }
+        live = find_aliases(asked, self._state_of)
         known = {component.name for component, captured in pairs if ALIASES in captured.record}
         exact, heads = set(self._saved), {one.place: one.origin for one in self._saved if one.view is None}
         self._only_live = [
@@ -199,6 +271,7 @@ class Aliases:
             and self._is_saved(alias.place)
         ]
         self._displaced: list[tuple[Place, Any]] = []
+        self._idle: dict[Alias, list[Any]] = {}  # with what their attributes held before
 
     def check(self) -> list[str]:
         """Return what keeps the places of the checkpoint from being made one, one sentence each."""
@@ -208,7 +281,10 @@ class Aliases:
             both = [self._live_at(end) for end in alias[:2]]
             if all(map(_is_trained, both)) and not _is_same(*both):
                 found.append(f"{_and(alias)}: one tensor in the checkpoint, separate tensors now")
-        tied = [alias for alias in self._only_live if _is_trained(self._live_at(alias.place))]
+        tied = [
+            alias for alias in self._only_live if self._is_free(alias.place) and _is_trained(self._live_at(alias.place))
+        ]
+        self._live_states.clear()
         return found + [f"{_and(alias)}: separate tensors in the checkpoint, one tensor now" for alias in tied]
 
     def notices(self) -> list[str]:
@@ -220,8 +296,14 @@ class Aliases:
 
     def let_go(self) -> None:
         """Empty the places that share an object now, and did not in the run that saved."""
+        self._idle = {
+            alias: self._attributes_of(alias)
+            for alias in self._saved
+            if self._attributes_of(alias) and not self._is_one(alias)
+        }
         for alias in sorted(self._only_live, key=lambda alias: -len(alias.place)):  # what is inside first
-            self._displace(alias.place, None)
+            if self._is_free(alias.place):
+                self._displace(alias.place, None)
 
     def take_back(self) -> None:
         """Undo what was done, where the objects are given the state from before."""
@@ -233,24 +315,63 @@ class Aliases:
         self._displaced.append((place, self._live_at(place)))
         _put_at(place, self._components[place[0]].obj, obj)
 
-    def unite(self) -> list[str]:
-        """Put one object into the places that had one; return a sentence for each place that keeps its own."""
-        found = []
+    def unite(self) -> tuple[list[str], list[str]]:
+        """Put one object into the places that had one.
+
+        Returns:
+            A sentence for each place of a dict whose object is laid out otherwise now; and one for all that other
+            components share, or share no longer, unlike in the run that saved.
+        """
+        self._live_states.clear()
+        changed, parted = [], []
         for alias in self._saved:
-            value = _value_of(alias, self._live_at(alias.origin), is_trained=_name_of(alias.place) in self._trained)
-            if value is None:
-                found.append(
+            if self._is_one(alias) or self._is_idle(alias):
+                continue
+            value = self._value_of(alias)
+            is_filled = self._components[alias.origin[0]].kind in ("module", "counters")
+            if not self._is_free(alias.place) or not (is_filled or _is_equal(value, self._live_at(alias.place))):
+                parted.append(_describe_parted(alias))
+            elif value is None:
+                changed.append(
                     f"{_name_of(alias.place)}: it was a part of {_name_of(alias.origin)} in the run that saved, whose "
                     "memory is laid out differently now"
                 )
-            elif not _is_same(value, self._live_at(alias.place)):
+            else:
                 self._displace(alias.place, value)
+        joined = [alias for alias in self._only_live if not self._is_free(alias.place) and self._is_one(alias)]
+        parted += [
+            f"{_and(alias)}: separate in the run that saved, and one now, so the state of one has overwritten that of "
+            "the other. Make them separate before the restore"
+            for alias in joined
+        ]
         self._displaced.clear()
-        return found
+        self._live_states.clear()
+        return changed, parted
+
+    def _is_free(self, place: Place) -> bool:
+        """Return whether any object can be put there."""
+        return self._components[place[0]].kind == "counters"
+
+    def _is_one(self, alias: Alias) -> bool:
+        value = self._value_of(alias)
+        return value is not None and _is_same(value, self._live_at(alias.place))
+
+    def _value_of(self, alias: Alias) -> Any:
+        trained = _name_of(alias.place) in self._trained
+        return _value_of(alias, self._live_at(alias.origin), is_trained=trained)
+
+    def _attributes_of(self, alias: Alias) -> list[Any]:
+        return [self._live_at(end) for end in alias[:2] if _is_attribute(end)]
+
+    def _is_idle(self, alias: Alias) -> bool:
+        """Return whether an attribute had nothing to do with it before, and was not loaded: it is no state."""
+        return alias in self._idle and all(map(_is_same, self._idle[alias], self._attributes_of(alias)))
 
     def _is_saved(self, place: Place) -> bool:
+        if _is_attribute(place):
+            return True
         try:
-            _object_at(place, self._states.__getitem__)
+            _object_at(place, self._states[place[0]])
         except (LookupError, TypeError):
             return False
         return True
@@ -258,16 +379,25 @@ class Aliases:
     def _live_at(self, place: Place) -> Any:
         """Return the live object at a place; None where there is no such place."""
         component = self._components[place[0]]
-        if component.kind == "module":
-            parameter = component.parameter_names().get(f"{place[0]}.{place[1]}")
-            return self._module_state(place[0]).get(place[1]) if parameter is None else parameter
+        if component.kind == "module" and (parameter := component.parameter_names().get(_name_of(place))) is not None:
+            return parameter
         try:
-            return _object_at(place, lambda name: self._components[name].obj)
+            return _object_at(place, self._tree_of(place))
         except (LookupError, TypeError):
             return None
 
-    def _module_state(self, name: str) -> Any:
-        return self._components[name].capture().state
+    def _tree_of(self, place: Place) -> Any:
+        component = self._components[place[0]]
+        if component.kind == "counters":
+            return component.obj
+        if _is_attribute(place):
+            return {_ATTRIBUTES: getattr(component.obj, "__dict__", {})}
+        return self._state_of(component.name)
+
+    def _state_of(self, name: str) -> Any:
+        if name not in self._live_states:
+            self._live_states[name] = self._components[name].capture().state
+        return self._live_states[name]
 
 
 def _alias_of_record(record: list[Any]) -> Alias:
@@ -285,14 +415,29 @@ def _is_trained(value: Any) -> bool:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Return whether two places hold one object already, or tensors of the same memory."""
-    if one is other:
-        return True
-    if not all(isinstance(value, torch.Tensor) and is_plain(value) for value in (one, other)) or not one.numel():
-        return False
-    return bool(
-        (one.data_ptr(), one.dtype, one.size(), one.stride())
-        == (other.data_ptr(), other.dtype, other.size(), other.stride())
+    """Return whether two places hold one object already, or tensors or arrays of the same memory."""
+    return one is other or bool(_identity(one) == _identity(other))
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    """Return whether two tensors or arrays have the same values; anything else is taken for equal."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.size() == other.size() and bool(torch.equal(one, other.to(one.device)))
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return np.array_equal(one, other)
+    return type(one) is type(other)
+
+
+def _is_attribute(place: Place) -> bool:
+    return place[1:2] == (_ATTRIBUTES,)
+
+
+def _describe_parted(alias: Alias) -> str:
+    own = " or ".join(sorted({alias.place[0], alias.origin[0]}))
+    return (
+        f"{_and(alias)}: one object in the run that saved, and two now, so that a change of one does not reach the "
+        f"other. Let load_state_dict of {own} fill what it holds in place, as in self.x.copy_(state['x']), or let one "
+        "component alone hold it, and give it to the other after the restore"
     )
 
 
@@ -308,16 +453,15 @@ def _name_of(place: Place) -> str:
     return name
 
 
-def _object_at(place: Place, trees: Callable[[str], Any]) -> Any:
-    """Return the object at a place; `trees` gives the tree of a component.
+def _object_at(place: Place, tree: Any) -> Any:
+    """Return the object at a place in the tree of its component.
 
     Raises:
         LookupError, TypeError: There is no such place.
     """
-    value = trees(place[0])
     for key in place[1:]:
-        value = value[key]
-    return value
+        tree = tree[key]
+    return tree
 
 
 def _put_at(place: Place, tree: Any, value: Any) -> None:

@@ -80,8 +80,9 @@ def capture(
 
 
 def _note_aliases(components: Mapping[str, Component], captured: dict[str, Captured]) -> None:
-    """Put into the record of each plain dict which of its places hold an object that is in another place as well."""
-    by_component: dict[str, list[list[Any]]] = {name: [] for name, one in components.items() if one.kind == "counters"}
+    """Put into the record of each component which of its places hold an object that is in another place as well."""
+    kinds = ("counters", "stateful")  # where there are none, that is said
+    by_component: dict[str, list[list[Any]]] = {name: [] for name, one in components.items() if one.kind in kinds}
     for alias in find_aliases(components, lambda name: captured[name].state):
         by_component.setdefault(alias.place[0], []).append(alias.as_record())
     for name, aliases in by_component.items():
@@ -126,12 +127,13 @@ class Plan:
 
     Attributes:
         pairs: What will be applied, by component.
-        aliases: What is one object in several places of plain dicts.
+        aliases: What is one object in several places.
         replaced: Hyper-parameters in which the file overrules the script, `name: live -> saved`.
         environment: Fields of the environment that differ, `field: saved -> now`.
         notices: Other differences that do not keep the state from being applied.
         recent_losses: The losses by which the next one is judged, as `LossLimit.capture` has them; None where none are.
         imported: What a checkpoint that was imported has not; empty for any other.
+        parted: What components share since it was applied, or do not share any more, unlike in the run that saved.
     """
 
     pairs: list[tuple[Component, Captured]]
@@ -143,6 +145,7 @@ class Plan:
     notices: list[str] = field(default_factory=list)
     recent_losses: Mapping[str, torch.Tensor] | None = None
     imported: str = ""
+    parted: list[str] = field(default_factory=list)
 
     def apply(self, mixture: Mixture, *, streams: bool = True) -> None:
         """Put the state into the live objects, in the order that survives each other's side effects, RNG last.
@@ -167,7 +170,8 @@ class Plan:
                     begun.append(component.name)
                     mixture.add([component.name])
                     component.apply(captured)
-                self.notices += self.aliases.unite()
+                own, self.parted = self.aliases.unite()
+                self.notices += own
             except BaseException as error:
                 self.aliases.take_back()
                 changed = begun if before is None else _put_back(before, begun)

@@ -1,5 +1,6 @@
 """What is one object in several places of plain dicts is one object after a restore, and what is not is not."""
 
+import copy
 from collections import deque
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from safeckpt import CheckpointManager, ComponentChangedWarning
+from safeckpt import CheckpointManager, ComponentChangedWarning, UncapturedStateWarning
 from safeckpt.state import Mixture, plan, register
 from tests.state.runs import give, payload_of, refusal
 
@@ -230,3 +231,144 @@ def test_file_that_says_nothing_of_aliases_leaves_what_is_shared():
     give(payload, live)
     assert live["a"]["x"] is live["b"]["y"] is one
     assert one.tolist() == [1, 1]
+
+
+class Holder:
+    """An object with a state of its own: given away as it is or as a copy, replaced or filled by a load."""
+
+    def __init__(self, value, *, copies=False, fills=False):
+        self.value = value
+        self.copies = copies
+        self.fills = fills
+
+    def state_dict(self):
+        return {"value": copy.deepcopy(self.value) if self.copies else self.value}
+
+    def load_state_dict(self, state):
+        if self.fills and isinstance(self.value, torch.Tensor):
+            self.value.copy_(state["value"])
+        elif self.fills:
+            self.value[:] = state["value"]
+        else:
+            self.value = state["value"]
+
+
+WAYS = [{"copies": copies, "fills": fills} for copies in (False, True) for fills in (False, True)]
+ORIGINS = {"tensor": make_tensor, "array": lambda: np.arange(4.0), "list": lambda: [0.0, 1.0, 2.0, 3.0]}
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("kind", ORIGINS)
+@pytest.mark.parametrize("holder_first", [True, False])
+def test_dict_that_shares_with_an_object_shares_again(kind, way, holder_first, memory_path):
+    """Whatever its `load_state_dict` has made of it."""
+    make = ORIGINS[kind]
+    shared = make()
+    shared[0] = 7.0
+    components = {"meter": Holder(shared, **way), "best": {"value": shared}}
+    other = make()
+    live = {"meter": Holder(other, **way), "best": {"value": other}}
+    if not holder_first:
+        components, live = (dict(reversed(one.items())) for one in (components, live))
+    through_file(memory_path, components, live)
+    live["meter"].value[1] = 9.0
+    assert [float(one) for one in live["best"]["value"]] == [float(one) for one in live["meter"].value] == [7, 9, 2, 3]
+
+
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("partner", ["buffer", "object", "flat"])
+def test_objects_that_share_no_longer_are_named(copies, partner, memory_path):
+    """A module's tensor and an object's, two objects', or a flat tensor that the module has views of."""
+
+    def build(fills):
+        module = nn.BatchNorm1d(4)
+        if partner == "object":
+            shared = make_tensor()
+            return {"a": Holder(shared, copies=copies, fills=fills), "b": Holder(shared, copies=copies, fills=fills)}
+        flat = torch.zeros(8)
+        module.running_mean, module.running_var = flat[:4], flat[4:]
+        held = flat if partner == "flat" else module.running_mean
+        return {"model": module, "meter": Holder(held, copies=copies, fills=fills)}
+
+    names = {
+        "buffer": r"meter\.value and model\.running_mean",
+        "object": r"a\.value and b\.value",
+        "flat": "meter.value",
+    }
+    with pytest.warns(
+        UncapturedStateWarning, match=rf"{names[partner]}.*one object in the run that saved, and two now"
+    ):
+        through_file(memory_path, build(fills=False), build(fills=False))
+    through_file(memory_path / "filled", build(fills=True), build(fills=True))  # no warning, which would be an error
+
+
+def test_objects_that_share_only_now_are_named(memory_path):
+    """The state of one overwrites that of the other."""
+    saved = {"a": Holder(torch.zeros(2), fills=True), "b": Holder(torch.ones(2), fills=True)}
+    one = torch.zeros(2)
+    live = {"a": Holder(one, fills=True), "b": Holder(one, fills=True)}
+    with pytest.warns(
+        UncapturedStateWarning, match=r"a\.value and b\.value: separate in the run that saved, and one now"
+    ):
+        through_file(memory_path, saved, live)
+
+
+def test_rate_that_two_optimizers_share_is_named(memory_path):
+    """The options of an optimizer are replaced by torch: a rate given as a tensor is then two."""
+
+    def build():
+        rate = torch.tensor(0.1)
+        model, other = nn.Linear(2, 1), nn.Linear(2, 1)
+        return {
+            "model": model, "other": other,
+            "first": torch.optim.SGD(model.parameters(), lr=rate),
+            "second": torch.optim.SGD(other.parameters(), lr=rate),
+        }  # fmt: skip
+
+    with pytest.warns(UncapturedStateWarning, match=r"first\.param_groups\.0\.lr and second\.param_groups\.0\.lr"):
+        through_file(memory_path, build(), build())
+
+
+def test_rate_in_a_dict_is_the_one_of_the_optimizer_again(memory_path):
+    """A dict is given what the optimizer has made of it; so are its moments."""
+
+    def build():
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1), momentum=0.9)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        moment = optimizer.state[model.weight]["momentum_buffer"]
+        return {
+            "model": model, "optimizer": optimizer,
+            "seen": {"lr": optimizer.param_groups[0]["lr"], "moment": moment},
+        }  # fmt: skip
+
+    live = through_file(memory_path, build(), build())
+    optimizer, model = live["optimizer"], live["model"]
+    assert live["seen"]["lr"] is optimizer.param_groups[0]["lr"]
+    moment = optimizer.state[model.weight]["momentum_buffer"]
+    assert live["seen"]["moment"].data_ptr() == moment.data_ptr()
+
+
+def test_attribute_that_is_no_state_is_not_named(memory_path):
+    """An object that has seen what a dict holds, and is not restored to it."""
+
+    def build(seen):
+        agent = Holder(torch.zeros(1))
+        agent.last = seen
+        return agent
+
+    observed = make_tensor()
+    live = {"agent": build(None), "loop": {"observed": torch.zeros(4)}}
+    through_file(memory_path, {"agent": build(observed), "loop": {"observed": observed}}, live)
+    assert live["loop"]["observed"].tolist() == [0, 1, 2, 3]
+
+
+def test_long_data_of_an_object_are_not_looked_at(memory_path):
+    """What is shared may be found there or not; a save takes no time for it."""
+    agent = Holder(torch.zeros(1))
+    agent.data = [[number] for number in range(20_000)]
+    with CheckpointManager(memory_path, {"agent": agent, "loop": {"one": agent.data[0]}}) as manager:
+        manager.save(1)
+    payload = payload_of({"agent": agent, "loop": {"one": agent.data[0]}})
+    assert payload["safeckpt"]["components"]["loop"]["aliases"] == []
