@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from safeckpt.errors import SaveError
 from safeckpt.state.guard import Guard, guarded_tensors
 from safeckpt.state.transfer import Transfer
 from safeckpt.state.tree import detached
@@ -38,11 +39,24 @@ class Captured:
         state: What the user finds under the component's name in the file, as plain torch would have it.
         record: What safeckpt needs besides to put it back exactly (flags, names, classes); plain values.
         transfer: How the values of the state's tensors are read; a file's need not go through its mapping.
+        fault: Why no restore could give it back; None where one can. A save raises it, and nothing else does: what is
+            live may be let go by a restore or a rollback.
     """
 
     state: Any
     record: dict[str, Any] = field(default_factory=dict)
     transfer: Transfer = field(default_factory=Transfer, compare=False)
+    fault: SaveError | None = field(default=None, compare=False)
+
+    def savable(self) -> Captured:
+        """Return it.
+
+        Raises:
+            SaveError: Its fault.
+        """
+        if self.fault is not None:
+            raise self.fault
+        return self
 
 
 def has_attribute(obj: object, name: str) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,66 +24,103 @@ __all__ = ["Members", "from_plain", "members_in", "to_plain", "unknown_members",
 _FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (bool, int, float, complex, str, list, dict, set, tuple)}
 
 Notes = list[list[Any]]  # [keys on the way there, what is there, its detail] each
-Members = Mapping[str, enum.Enum]  # by the texts that stand for them
+Members = Mapping[str, enum.Enum | None]  # by the texts that stand for them; None where it is not known which
 
 
-def to_plain(tree: Any, name: str) -> tuple[Any, Notes]:
-    """Return a state of plain containers, and the notes that `from_plain` needs. `tree` is not changed.
+class Plain(NamedTuple):
+    """A state of plain containers.
+
+    Attributes:
+        tree: The state.
+        notes: What `from_plain` needs.
+        fault: Why no restore could make it again; None where one can. Only a save minds.
+    """
+
+    tree: Any
+    notes: Notes
+    fault: UnsavableStateError | None
+
+
+def to_plain(tree: Any, name: str) -> Plain:
+    """Return a state of plain containers. `tree` is not changed.
 
     Args:
         tree: The state.
         name: What error texts call it.
-
-    Raises:
-        UnsavableStateError: A defaultdict makes its values with a function, which no file can hold.
     """
-    notes: Notes = []
-    return _plain(tree, [], notes, name, set()), notes
+    walk = _Walk(name)
+    return Plain(walk.plain(tree, [], set()), walk.notes, walk.fault)
 
 
-def _plain(value: Any, path: list[Any], notes: Notes, name: str, above: set[int]) -> Any:
-    kind = type(value)
-    if kind is np.ndarray:
-        notes.append([path, "array", value.dtype.str])
-        return value
-    if isinstance(value, enum.Enum) and value in _members_of(kind).values():
-        notes.append([path, "enum", None])
-        return _text_of(value)
-    if id(value) in above or kind not in (dict, list, tuple, deque, defaultdict):
-        return value  # what is in itself is refused by name when it is encoded
-    above = above | {id(value)}
-    if kind is deque:
-        notes.append([path, "deque", value.maxlen])
-    elif kind is defaultdict:
-        notes.append([path, "defaultdict", _name_of_factory(value, path, name)])
-    if isinstance(value, dict):
-        items = {key: _plain(item, [*path, key], notes, name, above) for key, item in value.items()}
-        same = kind is dict and all(items[key] is item for key, item in value.items())
-        return value if same else items
-    parts = [_plain(item, [*path, index], notes, name, above) for index, item in enumerate(value)]
-    if kind in (list, tuple) and all(map(_is, parts, value)):
-        return value
-    return tuple(parts) if kind is tuple else parts
+class _Walk:
+    def __init__(self, name: str) -> None:
+        self.notes: Notes = []
+        self.fault: UnsavableStateError | None = None
+        self._name = name
+        self._enums: dict[str, type[enum.Enum]] = {}
+
+    def plain(self, value: Any, path: list[Any], above: set[int]) -> Any:
+        kind = type(value)
+        if kind is np.ndarray:
+            self.notes.append([path, "array", value.dtype.str])
+            return value
+        if isinstance(value, enum.Enum) and value in _members_of(kind).values():
+            self.notes.append([path, "enum", None])
+            self._note_enum(kind, path)
+            return _text_of(value)
+        if id(value) in above or kind not in (dict, list, tuple, deque, defaultdict):
+            return value  # what is in itself is refused by name when it is encoded
+        above = above | {id(value)}
+        if kind is deque:
+            self.notes.append([path, "deque", value.maxlen])
+        elif kind is defaultdict:
+            self.notes.append([path, "defaultdict", self._name_of_factory(value, path)])
+        if isinstance(value, dict):
+            items = {key: self.plain(item, [*path, key], above) for key, item in value.items()}
+            same = kind is dict and all(items[key] is item for key, item in value.items())
+            return value if same else items
+        parts = [self.plain(item, [*path, index], above) for index, item in enumerate(value)]
+        if kind in (list, tuple) and all(map(_is, parts, value)):
+            return value
+        return tuple(parts) if kind is tuple else parts
+
+    def _note_enum(self, kind: type[enum.Enum], path: list[Any]) -> None:
+        """Note a class; of two with one name nobody could tell whose member a text was."""
+        if self._enums.setdefault(kind.__qualname__, kind) is not kind:
+            other = self._enums[kind.__qualname__]
+            self._refuse(
+                path,
+                f"member of an Enum called {kind.__qualname__}",
+                f"another class of this name is in {self._name} as well, of {other.__module__} and {kind.__module__}, "
+                "and a member is kept by name",
+                f"rename one of the two, or save {{x}}.value. A class that was defined twice, as by a notebook cell "
+                f"that was run again, has its earlier members still in {self._name}: set them anew.",
+            )
+
+    def _name_of_factory(self, value: defaultdict[Any, Any], path: list[Any]) -> str | None:
+        factory = value.default_factory
+        if factory is None:
+            return None
+        known = str(getattr(factory, "__name__", ""))
+        if _FACTORIES.get(known) is not factory:
+            self._refuse(
+                path,
+                "defaultdict with a factory of its own",
+                "a file cannot hold the function",
+                f"save dict({{x}}), or use one of {', '.join(_FACTORIES)}.",
+            )
+        return known
+
+    def _refuse(self, path: list[Any], type_name: str, reason: str, cure: str) -> None:
+        location = _location(self._name, path)
+        if self.fault is None:
+            self.fault = UnsavableStateError(
+                location=location, type_name=type_name, reason=reason, cure=cure.format(x=location)
+            )
 
 
 def _is(one: Any, other: Any) -> bool:
     return one is other
-
-
-def _name_of_factory(value: defaultdict[Any, Any], path: list[Any], name: str) -> str | None:
-    factory = value.default_factory
-    if factory is None:
-        return None
-    known = str(getattr(factory, "__name__", ""))
-    if _FACTORIES.get(known) is not factory:
-        location = _location(name, path)
-        raise UnsavableStateError(
-            location=location,
-            type_name="defaultdict with a factory of its own",
-            reason="a file cannot hold the function",
-            cure=f"save dict({location}), or use one of {', '.join(_FACTORIES)}.",
-        )
-    return known
 
 
 def _members_of(kind: type[enum.Enum]) -> dict[str, enum.Enum]:
@@ -96,12 +133,16 @@ def _text_of(member: enum.Enum) -> str:
 
 
 def members_in(live: Any) -> Members:
-    """Return all members of the Enum classes that a live state uses. Two classes of one name have none."""
+    """Return all members of the Enum classes that a live state uses; None for those of two classes of one name."""
     kinds: dict[str, set[type[enum.Enum]]] = {}
     for kind in _enums_in(live, set()):
         kinds.setdefault(kind.__qualname__, set()).add(kind)
-    only = [next(iter(same)) for same in kinds.values() if len(same) == 1]
-    return {text: member for kind in only for text, member in _members_of(kind).items()}
+    return {
+        text: member if len(same) == 1 else None
+        for same in kinds.values()
+        for kind in same
+        for text, member in _members_of(kind).items()
+    }
 
 
 def _enums_in(value: Any, seen: set[int]) -> Iterator[type[enum.Enum]]:
@@ -125,11 +166,13 @@ def unknown_members(tree: Any, notes: Notes, members: Members, name: str) -> Ite
             value = tree
             for key in path:
                 value = value[key]
-            if value not in members:
-                yield (
-                    f"{_location(name, path)}: saved as {value}, and the live object uses no class of which that is a "
-                    "member; give it any member of that class before the restore"
+            if members.get(value) is None:
+                uses = (
+                    "two classes of that name; leave in it the members of one of them"
+                    if value in members
+                    else "no class of which that is a member; give it any member of that class"
                 )
+                yield f"{_location(name, path)}: saved as {value}, and the live object uses {uses} before the restore"
 
 
 def _location(name: str, path: list[Any]) -> str:

@@ -60,10 +60,13 @@ def capture(
         components: What to capture.
         gradients: Gradients that are part of the state, by parameter name.
         recent_losses: The losses by which the next one is judged; None where it is not judged by any.
+
+    Raises:
+        UnsavableStateError: A component has something that no restore could give back.
     """
     reshard(components)  # first of all: optimizers find the names of their parameters in the modules
     with RngStreams.untouched() as rng:
-        captured = {name: component.capture() for name, component in components.items()}
+        captured = {name: component.capture().savable() for name, component in components.items()}
     _note_aliases(components, captured)
     reserved = {
         "components": {name: {"kind": components[name].kind, **one.record} for name, one in captured.items()},

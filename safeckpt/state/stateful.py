@@ -27,9 +27,7 @@ class StatefulComponent(Component):
 
     def capture(self) -> Captured:
         """Return the object's `state_dict`, in containers that a file can hold."""
-        state, notes = to_plain(detached(self.obj.state_dict()), self.name)
-        record: dict[str, Any] = {"class": class_name(self.obj)}
-        return Captured(state, {**record, "containers": notes} if notes else record)
+        return _captured(self.obj.state_dict(), self.name, {"class": class_name(self.obj)})
 
     def check(self, captured: Captured) -> list[str]:
         """Ask the object itself, when it can tell, whether the state fits."""
@@ -52,6 +50,12 @@ class StatefulComponent(Component):
         """Yield tensors, and plain floats that are NaN: the best loss so far may be infinite."""
         yield from super().guarded(captured, guard)
         yield from nonfinite_floats(captured.state, self.name, infinite=False)
+
+
+def _captured(state: Any, name: str, record: dict[str, Any]) -> Captured:
+    plain = to_plain(state, name)
+    noted = {**record, "containers": plain.notes} if plain.notes else record
+    return Captured(detached(plain.tree), noted, fault=plain.fault)
 
 
 def _notes_of(captured: Captured) -> list[list[Any]]:
@@ -138,16 +142,12 @@ class CountersComponent(Component):
 
     def parameter_names(self) -> dict[str, torch.Tensor]:
         """Return the tensors that are trained, such as a learned temperature that belongs to no module."""
-        return {name: tensor for name, tensor in self._tensors() if tensor.requires_grad and tensor.is_leaf}
-
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return named_tensors(to_plain(self.obj, self.name)[0], self.name)
+        tensors = named_tensors(self.obj, self.name)
+        return {name: tensor for name, tensor in tensors if tensor.requires_grad and tensor.is_leaf}
 
     def capture(self) -> Captured:
         """Return the dict itself, in containers that a file can hold."""
-        state, notes = to_plain(self.obj, self.name)
-        record: dict[str, Any] = {"trained": list(self.parameter_names())}
-        return Captured(detached(state), {**record, "containers": notes} if notes else record)
+        return _captured(self.obj, self.name, {"trained": list(self.parameter_names())})
 
     def check(self, captured: Captured) -> list[str]:
         """Refuse a file without an entry that the script has, or with another form of something that is trained.
@@ -170,10 +170,10 @@ class CountersComponent(Component):
         """Return `captured` with the live values of some entries, which it may not have at all."""
         names = {str(key): key for key in self.obj}
         live = {names[entry]: self.obj[names[entry]] for entry in entries}
-        state, own = to_plain(detached(live), self.name)
-        notes = [*(note for note in _notes_of(captured) if not note[0] or note[0][0] not in live), *own]
+        own = to_plain(detached(live), self.name)
+        notes = [*(note for note in _notes_of(captured) if not note[0] or note[0][0] not in live), *own.notes]
         record = {**captured.record, "containers": notes}
-        return dataclasses.replace(captured, state={**captured.state, **state}, record=record)
+        return dataclasses.replace(captured, state={**captured.state, **own.tree}, record=record)
 
     def apply(self, captured: Captured) -> None:
         """Replace the contents in place, those of inner containers, tensors and arrays as well."""

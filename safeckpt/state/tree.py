@@ -7,6 +7,7 @@ overlapping; and the walks of `proof` and `distributed`.
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -49,7 +50,7 @@ def join(prefix: str, name: object) -> str:
 
 
 def named_tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (dotted name, tensor) for every tensor in nested mappings, lists, tuples and sets, in order."""
+    """Yield (dotted name, tensor) for every tensor in nested mappings, lists, tuples, deques and sets, in order."""
     leaves = named_leaves(tree, prefix, skipped=_ATOMS)
     return ((name, leaf) for name, leaf in leaves if isinstance(leaf, torch.Tensor))
 
@@ -82,7 +83,7 @@ def named_leaves(
     whole: tuple[type, ...] = (),
     empty: bool = False,
 ) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, value) for everything in nested mappings, lists, tuples and sets that is none of them.
+    """Yield (dotted name, value) of what is in nested mappings, lists, tuples, deques and sets and is none of them.
 
     A container or an object that is reachable twice is visited once, under its first name: a shared tuple sixty
     levels deep has 2**60 paths. Plain numbers and strings have no identity, and are yielded wherever they are. An
@@ -127,7 +128,7 @@ def _items_of(value: Any) -> Iterator[tuple[Any, Any]] | None:
         return None  # first, since nearly everything is one
     if isinstance(value, Mapping):
         return iter(value.items())
-    if isinstance(value, list | tuple | set | frozenset):
+    if isinstance(value, list | tuple | deque | set | frozenset):
         return enumerate(value)
     return None
 

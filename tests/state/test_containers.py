@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from safeckpt import CheckpointManager, UnsavableStateError
+from safeckpt import CheckpointManager, StateMismatchError, UnsavableStateError
 from safeckpt.state import register
 from safeckpt.state.containers import from_plain, to_plain
 from tests.comparing import bits
@@ -64,10 +64,10 @@ def test_state_of_an_object_comes_back_in_its_containers_and_arrays(memory_path)
 def test_state_without_such_containers_is_handed_on_as_it_is():
     """Nothing is copied for the many states that need no note."""
     tree = {"a": [1, (2, {"b": torch.ones(1)})], 3: OrderedDict(c=[4])}
-    plain, notes = to_plain(tree, "x")
-    assert plain is tree
-    assert notes == []
-    assert from_plain(tree, notes, {}) is tree
+    plain = to_plain(tree, "x")
+    assert plain.tree is tree
+    assert plain.notes == []
+    assert from_plain(tree, plain.notes, {}) is tree
 
 
 def test_factory_that_no_file_can_hold_is_refused_by_name(memory_path):
@@ -338,8 +338,43 @@ def test_member_that_the_live_object_does_not_know_is_refused(of, live):
     """No class can be in a file, and a text in the place of a member would compare unequal to everything."""
     payload = payload_of({"meter": of({"mode": Mode.MAX})})
     found = refusal(payload, {"meter": of({"mode": live})})
-    assert found[0].startswith("meter.mode: saved as Mode.MAX, and the live object uses no class of which that is a")
+    uses = "two classes of that name" if isinstance(live, tuple) else "no class of which that is a member"
+    assert found[0].startswith(f"meter.mode: saved as Mode.MAX, and the live object uses {uses};")
     assert len(found) == 1
+
+
+UNSAVABLE = {
+    "two classes of one name": (
+        lambda: {"a": Mode.MIN, "b": [same_name().MAX]},
+        r"c\.b\.0 is a member of an Enum called Mode, which cannot be saved: another class of this name is in c",
+    ),
+    "factory": (lambda: {"b": defaultdict(lambda: 1)}, r"c\.b is a defaultdict with a factory of its own"),
+}
+
+
+@pytest.mark.parametrize("of", [dict, Holder])
+@pytest.mark.parametrize("case", UNSAVABLE)
+def test_state_that_no_restore_could_make_again_is_refused_by_name(case, of, memory_path):
+    """At the start, and where it comes while training: at the next save, from which a rollback leads back."""
+    make, text = UNSAVABLE[case]
+    with pytest.raises(UnsavableStateError, match=text):
+        CheckpointManager(memory_path, {"c": of(make())})
+    state = {"a": Mode.MAX, "b": 1}
+    component = of(state)
+    live = component if of is dict else component.state
+    with CheckpointManager(memory_path, {"c": component}) as manager:
+        manager.save(1)
+        live.update(make())
+        with pytest.raises(UnsavableStateError, match=text):
+            manager.save(2)
+        assert [one.step for one in manager.checkpoints()] == [1]
+        if case != "factory":  # nobody could tell which class a saved member is of
+            with pytest.raises(StateMismatchError, match=r"c\.a: saved as Mode\.MAX, .* two classes of that name"):
+                manager.rollback(changed=True)
+            live["b"] = 2
+        manager.rollback(changed=True)
+        assert (component if of is dict else component.state) == {"a": Mode.MAX, "b": 1}
+        manager.save(2)
 
 
 def test_combination_of_flags_is_refused_when_it_is_saved(memory_path):
