@@ -257,10 +257,23 @@ def settle() -> None:
     os.sync()
 
 
+def installed_environment() -> dict[str, str]:
+    """Return the environment for a process in which bytecode is kept, as an installer leaves it beside the source."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
+
 def fresh(function: str, *, timeout_seconds: float = 1800, **arguments: Any) -> Any:
     """Call `module:function` of this package in a fresh process and return what it returns, by way of JSON."""
     command = [sys.executable, "-m", "benchmarks.harness", function, json.dumps(arguments)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_seconds, check=False)
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=installed_environment(),
+        capture_output=True,
+        text=True,
+        timeout=timeout_seconds,
+        check=False,
+    )
     answers = [line for line in done.stdout.splitlines() if line.startswith(_ANSWER)]
     if done.returncode or not answers:
         raise RuntimeError(f"{function} failed in a fresh process:\n{done.stdout}{done.stderr}")
