@@ -172,7 +172,7 @@ class CheckpointManager:
         registered = register(components)
         settings["components"] = {name: component.kind for name, component in registered.items()}
         replay = Replay(files.losses, on_replay_mismatch, run_directory.add_event, lambda: lock.held)
-        for line in uncaptured(components):
+        for line in uncaptured(components, registered):
             warn_caller(f"Not captured: {line}.", UncapturedStateWarning)
         self._stop_time = StopTime(stop_before)
         self._signals = StopSignals(stop_signals)

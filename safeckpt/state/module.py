@@ -128,6 +128,21 @@ class ModuleComponent(Component):
     def capture(self) -> Captured:
         """Return the `state_dict` under clean names, and flags and classes beside it."""
         modules = clean_modules(self.obj)
+        state = self.state(modules)
+        record = {
+            "classes": _classes_in(modules),
+            "training": {clean: module.training for clean, module in modules.values()},
+            "requires_grad": self._flags(),
+            "options": options_of(dict(modules.values())),
+        }
+        return Captured(state, record)
+
+    def state(self, modules: Mapping[str, tuple[str, nn.Module]]) -> OrderedDict[str, Any]:
+        """Return the `state_dict` under clean names.
+
+        Args:
+            modules: The submodules by torch path, see `clean_modules`.
+        """
         raw = self.obj.state_dict()
         state: OrderedDict[str, Any] = OrderedDict()
         for key, value in raw.items():
@@ -146,13 +161,7 @@ class ModuleComponent(Component):
         if metadata is not None:
             clean = ((modules[path][0] if path in modules else path, dict(one)) for path, one in metadata.items())
             set_versions(state, OrderedDict(clean))
-        record = {
-            "classes": _classes_in(modules),
-            "training": {clean: module.training for clean, module in modules.values()},
-            "requires_grad": self._flags(),
-            "options": options_of(dict(modules.values())),
-        }
-        return Captured(state, record)
+        return state
 
     def keep_modes(self, captured: Captured) -> Captured:
         """Return `captured` with the live `training` flags."""

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from safeckpt.errors import listed
 from safeckpt.state.component import Component, class_name, has_attribute
 from safeckpt.state.fsdp import reshard
-from safeckpt.state.module import ModuleComponent, unwrap
+from safeckpt.state.module import ModuleComponent, clean_modules, unwrap
 from safeckpt.state.optimizer import OptimizerComponent
 from safeckpt.state.random_streams import GeneratorComponent, RngStreams
 from safeckpt.state.scheduler import SchedulerComponent
@@ -205,13 +205,16 @@ def inner_parts(obj: Any) -> Iterator[Optimizer | LRScheduler]:
                         stack.append(one)
 
 
-def uncaptured(components: Mapping[str, Any]) -> list[str]:
+def uncaptured(components: Mapping[str, Any], registered: Mapping[str, Component]) -> list[str]:
     """Return what training visibly depends on and `components` leaves out, one sentence each.
 
     Every one of these is a resume that is silently another run: a schedule that starts over, moments of parameters
     that are saved nowhere. Optimizers that are not registered are found when they step, see `StrayOptimizers`.
+
+    Args:
+        components: The objects by name.
+        registered: What `register` has made of them.
     """
-    registered = register(components)
     components = unwrapped(components)
     optimizers = {name: obj for name, obj in components.items() if isinstance(obj, Optimizer)}
     owned = {id(p) for component in registered.values() for p in component.parameter_names().values()}
@@ -233,8 +236,8 @@ def uncaptured(components: Mapping[str, Any]) -> list[str]:
 
 def _uncaptured_of_module(module: ModuleComponent) -> Iterator[str]:
     trainable = {name: p for name, p in module.parameter_names().items() if p.requires_grad}
-    with RngStreams.untouched():
-        state = module.capture().state
+    with RngStreams.untouched():  # a user's state_dict may draw
+        state = module.state(clean_modules(module.obj))
     saved = {f"{module.name}.{key}" for key in state}
     # A wrapper, such as Fabric's, may save them under the names they have in the module that it wraps.
     places = {_place(value) for value in state.values() if isinstance(value, torch.Tensor)} - {None}

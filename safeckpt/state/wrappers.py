@@ -49,6 +49,8 @@ def unwrapped(components: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         TypeError: A wrapper has itself inside.
     """
+    if not _inner_of:  # nearly always
+        return dict(components)
     return {name: _unwrapped(name, obj) for name, obj in components.items()}
 
 

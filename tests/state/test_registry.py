@@ -61,6 +61,11 @@ class Replay(Stateful):
         return 0
 
 
+def found_missing(components):
+    """Return what a manager of these components says is not captured."""
+    return uncaptured(components, register(components))
+
+
 def optimizer_of(model, kind=SGD, **options):
     return kind(model.parameters(), lr=0.1, **options)
 
@@ -153,7 +158,7 @@ def test_one_object_under_two_names_is_refused():
 def test_long_lists_of_names_are_cut():
     """Five names and the number of the rest."""
     model, loose = nn.Linear(1, 1), [torch.ones(1, requires_grad=True) for _ in range(8)]
-    (sentence,) = uncaptured({"model": model, "optimizer": SGD([*model.parameters(), *loose], lr=1)})
+    (sentence,) = found_missing({"model": model, "optimizer": SGD([*model.parameters(), *loose], lr=1)})
     assert sentence.endswith("position 6 [1], and 3 more")
 
 
@@ -161,10 +166,10 @@ def test_parameters_of_no_module_are_named_by_their_place():
     """An optimizer that trains a tensor nobody saves: its moments would come back, its value would not."""
     model, loose = nn.Linear(1, 1), torch.ones(3, requires_grad=True)
     optimizer = SGD([{"params": model.parameters()}, {"params": [loose]}], lr=0.1)
-    assert uncaptured({"model": model, "optimizer": optimizer}) == [
+    assert found_missing({"model": model, "optimizer": optimizer}) == [
         "optimizer: it trains parameters of no registered module: group 1 position 0 [3]"
     ]
-    assert uncaptured({"model": model, "optimizer": optimizer, "learned": {"alpha": loose}}) == []
+    assert found_missing({"model": model, "optimizer": optimizer, "learned": {"alpha": loose}}) == []
 
 
 @pytest.mark.parametrize("name", sorted(RECIPES.keys() - {"ReduceLROnPlateau"}))
@@ -173,10 +178,10 @@ def test_optimizer_driven_by_a_scheduler_that_is_not_registered_is_named(name):
     model = Net()
     optimizer = optimizer_of(model, momentum=0.9)
     scheduler = RECIPES[name](optimizer)
-    assert uncaptured({"model": model, "optimizer": optimizer}) == [
+    assert found_missing({"model": model, "optimizer": optimizer}) == [
         "optimizer: a scheduler drives it and no registered scheduler does; its schedule would start over"
     ]
-    assert uncaptured({"model": model, "optimizer": optimizer, "scheduler": scheduler}) == []
+    assert found_missing({"model": model, "optimizer": optimizer, "scheduler": scheduler}) == []
 
 
 def test_scheduler_whose_optimizer_is_not_registered_is_named():
@@ -184,7 +189,7 @@ def test_scheduler_whose_optimizer_is_not_registered_is_named():
     model = Net()
     optimizer = optimizer_of(model)
     scheduler = lr_scheduler.StepLR(optimizer, 1)
-    assert uncaptured({"model": model, "scheduler": scheduler}) == [
+    assert found_missing({"model": model, "scheduler": scheduler}) == [
         "scheduler: the optimizer it drives is not registered; its moments and lr would be lost"
     ]
 
@@ -207,10 +212,10 @@ def test_optimizer_inside_another_whose_state_nobody_saves_is_named():
     model = Net()
     base = optimizer_of(model, momentum=0.9)
     sharp = Sharp(model.parameters(), base)
-    (sentence,) = uncaptured({"model": model, "optimizer": sharp})
+    (sentence,) = found_missing({"model": model, "optimizer": sharp})
     assert sentence.startswith("optimizer: it holds a SGD whose state is not in its state_dict; register that")
-    assert uncaptured({"model": model, "optimizer": sharp, "base": base}) == []
-    assert uncaptured({"model": model, "optimizer": Handing(model.parameters(), base)}) == []
+    assert found_missing({"model": model, "optimizer": sharp, "base": base}) == []
+    assert found_missing({"model": model, "optimizer": Handing(model.parameters(), base)}) == []
 
 
 def test_trainable_parameters_that_a_state_dict_leaves_out_are_named():
@@ -224,11 +229,11 @@ def test_trainable_parameters_that_a_state_dict_leaves_out_are_named():
 
     model = Some(2, 2)
     optimizer = optimizer_of(model)
-    assert uncaptured({"model": model, "optimizer": optimizer}) == [
+    assert found_missing({"model": model, "optimizer": optimizer}) == [
         "model: its state_dict leaves out model.bias (trainable: requires_grad is True)"
     ]
     model.bias.requires_grad_(False)
-    assert uncaptured({"model": model, "optimizer": optimizer}) == []
+    assert found_missing({"model": model, "optimizer": optimizer}) == []
 
 
 def test_audit_is_a_warning_when_the_manager_is_built(memory_path):
@@ -248,7 +253,7 @@ def test_audit_changes_nothing():
     optimizer = optimizer_of(model)
     components = {"model": model, "optimizer": optimizer, "scheduler": RECIPES["SequentialLR"](optimizer)}
     before = photograph(**components)
-    uncaptured(components)
+    found_missing(components)
     assert not changes(before, photograph(**components))
 
 
@@ -367,7 +372,7 @@ SETUPS = [
 @pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.__name__)
 def test_ordinary_setup_raises_no_alarm(setup):
     """What is set up correctly is told nothing."""
-    assert uncaptured(setup()) == []
+    assert found_missing(setup()) == []
 
 
 @pytest.mark.parametrize("name", sorted(COMPOSED))
@@ -376,7 +381,7 @@ def test_composed_scheduler_raises_no_alarm(name):
     components = usual()
     components["optimizer"] = optimizer_of(components["model"], momentum=0.9)
     components["scheduler"] = COMPOSED[name](components["optimizer"])
-    assert uncaptured(components) == []
+    assert found_missing(components) == []
 
 
 class SavesTheInner(nn.Module):
@@ -394,12 +399,12 @@ class SavesTheInner(nn.Module):
 
 
 def test_parameters_that_are_saved_under_the_names_of_the_inner_module_are_not_left_out():
-    assert uncaptured({"model": SavesTheInner(nn.Linear(2, 2))}) == []
+    assert found_missing({"model": SavesTheInner(nn.Linear(2, 2))}) == []
 
 
 def test_parameter_that_a_wrapper_leaves_out_is_named():
     wrapper = SavesTheInner(nn.Linear(2, 2))
     wrapper.scale = nn.Parameter(torch.ones(1))
-    assert uncaptured({"model": wrapper}) == [
+    assert found_missing({"model": wrapper}) == [
         "model: its state_dict leaves out model.scale (trainable: requires_grad is True)"
     ]
