@@ -9,9 +9,9 @@ from typing import IO, Any
 
 import torch
 
+from safeckpt import remote
 from safeckpt.errors import NonFiniteError
 from safeckpt.file import CheckpointFile, FileReport, encode, open_checkpoint, prepare
-from safeckpt.remote import RemotePath, is_url, local_copy, verify_url
 from safeckpt.state.guard import selected_tensors
 from safeckpt.state.loss import Loss
 from safeckpt.state.nonfinite import scan
@@ -149,8 +149,8 @@ def load(
             f"weights_only={weights_only!r}: a file loaded that way can run any code. Register the types you trust "
             "with torch.serialization.add_safe_globals and load with weights_only=True"
         )
-    if is_url(f := _text_of(f)):
-        with local_copy(str(f)) as path:  # checked on its way; what is mapped stays when the copy is deleted
+    if remote.is_url(f := _text_of(f)):
+        with remote.local_copy(str(f)) as path:  # checked on its way; what is mapped stays when the copy is deleted
             return load(path, map_location, mmap=mmap, verify=verify)
     with open_checkpoint(expand_user(f)) as opened:
         if isinstance(opened, CheckpointFile):
@@ -169,7 +169,7 @@ def load(
 
 def _text_of(f: Any) -> Any:
     """Return the path of something in a store as the URL that it is, anything else as it is."""
-    return str(f) if isinstance(f, RemotePath) else f
+    return str(f) if isinstance(f, remote.RemotePath) else f
 
 
 def verify(path: str | os.PathLike[str], *, progress: Progress | None = None) -> FileReport:
@@ -192,7 +192,7 @@ def verify(path: str | os.PathLike[str], *, progress: Progress | None = None) ->
     Cost:
         Reads the file once, at the speed of the disk or of CRC-32 on a few threads. Builds no tensor.
     """
-    if is_url(path := _text_of(path)):
-        return verify_url(str(path), progress)
+    if remote.is_url(path := _text_of(path)):
+        return remote.verify_url(str(path), progress)
     with open_checkpoint(expand_user(path)) as opened:
         return opened.verify(progress=progress)

@@ -10,11 +10,10 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from safeckpt.distributed import Ranks
 from safeckpt.errors import UncapturedStateWarning
-from safeckpt.remote import Mirror
 from safeckpt.run import (
     AsyncSave,
     Capturer,
@@ -33,17 +32,19 @@ from safeckpt.run import (
 )
 from safeckpt.run.arguments import checked_names, checked_notes, checked_step
 from safeckpt.run.catalog import Catalog, Checkpoint
-from safeckpt.run.mirroring import RunMirror, mirror_of
 from safeckpt.run.pruning import Pruning
 from safeckpt.run.saved_hook import SavedHook
 from safeckpt.run.schedule import SaveSchedule
 from safeckpt.run.stop_signals import StopSignals
 from safeckpt.run.stop_time import StopTime
-from safeckpt.run.writing_process import why_impossible
 from safeckpt.state import Guard, LossLimit, register, uncaptured
 from safeckpt.store import Best, CheckpointDirectory, WriterLock
 from safeckpt.system.arguments import checked_bool
 from safeckpt.system.warn import warn_caller
+
+if TYPE_CHECKING:
+    from safeckpt.remote import Mirror
+    from safeckpt.run.mirroring import RunMirror
 
 __all__ = ["CheckpointManager"]
 
@@ -159,7 +160,10 @@ class CheckpointManager:
         run_directory = RunDirectory(catalog, lock, timeline, membership)
         self._pruning = pruning = Pruning(catalog, keep_last, keep_best, keep_every)
         self._hook = None if on_saved is None else SavedHook(on_saved)
-        if (wanted := mirror_of(mirror)) is not None:
+        if mirror is not None:
+            from safeckpt.run.mirroring import RunMirror, mirror_of  # noqa: PLC0415 - a client of the store, and more
+
+            wanted = mirror_of(mirror)
             settings["mirror"] = dataclasses.replace(wanted, options={}, client_options={})  # what may be secret stays
             run_directory.mirror = RunMirror(
                 wanted,
@@ -559,8 +563,11 @@ def _check_options(*, guard: Any, async_save: Any, ranks: Any, progress: Any, sa
         raise TypeError(f"ranks must be a Ranks; got {type(ranks).__name__}")
     if not isinstance(async_save, bool) and async_save != "process":
         raise TypeError(f'async_save must be True, False or "process"; got {async_save!r}')
-    if async_save == "process" and (reason := why_impossible()) is not None:
-        raise ValueError(f'async_save="process" cannot be had here: {reason}. Use async_save=True')
+    if async_save == "process":
+        from safeckpt.run.writing_process import why_impossible  # noqa: PLC0415 - few write by a process
+
+        if (reason := why_impossible()) is not None:
+            raise ValueError(f'async_save="process" cannot be had here: {reason}. Use async_save=True')
     checked_bool("save_on_exit", save_on_exit)
     if progress is not None and not callable(progress):
         raise TypeError(f"progress must be callable as progress(what, done_bytes, total_bytes); got {progress!r}")

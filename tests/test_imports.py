@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 import safeckpt
+import safeckpt.distributed
 import safeckpt.file
+import safeckpt.remote
 import safeckpt.run
 from tests.manager.helpers import save_steps
 
@@ -40,6 +42,23 @@ def test_no_public_name_imports_what_training_does_not_need() -> None:
     assert not set(HEAVY) & set(loaded)
 
 
+# What only some runs ask for: a store, other ranks, a process that writes; what a refused value is called; a notebook.
+LATER = (
+    "safeckpt.remote.client", "safeckpt.remote.options", "safeckpt.run.mirroring", "safeckpt.run.writing_process",
+    "safeckpt.distributed.links", "safeckpt.distributed.rank_group", "torch.distributed.checkpoint",
+    "safeckpt.file.writing.hints", "numpy.ma", "decimal", "html", "asyncio", "filelock",
+)  # fmt: skip
+
+
+def test_manager_of_one_process_imports_nothing_for_others() -> None:
+    """Beside torch, a manager that is made in one process has loaded only what every run uses."""
+    code = "import sys, torch; before = set(sys.modules); from safeckpt import CheckpointManager\n"
+    code += "CheckpointManager(sys.argv[1], {'model': torch.nn.Linear(1, 1)}); print(*set(sys.modules) - before)"
+    loaded = run(code, "nowhere").split()
+    assert "safeckpt.run.saving" in loaded
+    assert not set(LATER) & set(loaded)
+
+
 def test_public_names_are_listed_before_they_are_used() -> None:
     """`dir` knows every public name, and another name is an AttributeError."""
     names = run("import safeckpt; print(*dir(safeckpt))").split()
@@ -48,7 +67,10 @@ def test_public_names_are_listed_before_they_are_used() -> None:
         safeckpt.nothing  # noqa: B018
 
 
-@pytest.mark.parametrize("package", [safeckpt, safeckpt.file, safeckpt.run], ids=lambda package: package.__name__)
+LAZY = (safeckpt, safeckpt.distributed, safeckpt.file, safeckpt.remote, safeckpt.run)
+
+
+@pytest.mark.parametrize("package", LAZY, ids=lambda package: package.__name__)
 def test_type_checkers_see_the_names_that_are_there(package: types.ModuleType) -> None:
     """Each name that a type checker finds is found at run time, in the same module; there is no other."""
     (block,) = (

@@ -57,7 +57,7 @@ class _PathOrURL(click.Path):
     """A path that is there, or the URL of something in a store."""
 
     def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
-        from safeckpt.remote.options import is_url
+        from safeckpt.remote.urls import is_url
 
         return value if is_url(value) else super().convert(value, parameter, context)
 
@@ -85,7 +85,7 @@ def _one_checkpoint(_: click.Context, __: click.Parameter, path: str) -> str:
     """Refuse a directory that is not itself a checkpoint."""
     from safeckpt.cli.verification import refuse_shard
     from safeckpt.file import is_folder
-    from safeckpt.remote.options import is_url
+    from safeckpt.remote.urls import is_url
 
     if is_url(path):
         return path
@@ -329,7 +329,7 @@ def fetch_(url: str, directory: str, step: int | None, *, as_json: bool) -> int:
     Takes the writer lock of DIRECTORY. A manager with mirror= does the same by itself when it restores.
     """
     from safeckpt.cli.stores import fetch_one
-    from safeckpt.remote.options import is_url
+    from safeckpt.remote.urls import is_url
 
     if not is_url(url):
         raise click.UsageError(f"{url} is no URL, such as s3://bucket/runs/x.")

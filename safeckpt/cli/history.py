@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
-from safeckpt.remote.options import is_url
+from safeckpt.remote.urls import is_url
 from safeckpt.run.remote_catalog import RemoteCatalog
 from safeckpt.store import CheckpointDirectory, Timelines
 

@@ -15,7 +15,7 @@ from safeckpt.cli.screen import BAD, GOOD, Cell, Screen, error_line, write
 from safeckpt.cli.selection import Selection, is_bad
 from safeckpt.cli.stores import best_of
 from safeckpt.errors import LoadError
-from safeckpt.remote.options import is_url
+from safeckpt.remote.urls import is_url
 from safeckpt.run.catalog import Catalog, Checkpoint, latest, reason_of
 from safeckpt.run.remote_catalog import RemoteCatalog
 from safeckpt.store import Best, CheckpointDirectory

@@ -14,7 +14,7 @@ from safeckpt.cli.screen import Screen
 from safeckpt.cli.stores import prune_store
 from safeckpt.cli.verification import size_of, verified
 from safeckpt.errors import LoadError
-from safeckpt.remote.options import is_url
+from safeckpt.remote.urls import is_url
 from safeckpt.run.catalog import Catalog, score
 from safeckpt.run.remote_catalog import RemoteCatalog
 from safeckpt.store import (

@@ -11,28 +11,12 @@ at its end all of them learn how it went: either every rank goes on, or every ra
 from __future__ import annotations
 
 import contextlib
-import datetime as dt
-import logging
-import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from safeckpt.distributed.agreement import Agreements, Combined, Lost, Side, reply_to, said
-from safeckpt.distributed.failures import Failure, error_of, failure_of
-from safeckpt.distributed.links import NotMetError, meet
-from safeckpt.errors import GroupDestroyedError, RankLostError, SafeckptError, listed
-from safeckpt.system.torch_private import lazy_gloo, store_below
-
-__all__ = ["Group", "RankGroup", "Section", "group_of_this_process", "in_group", "lowest", "rank_of_this_process"]
-
-_log = logging.getLogger("safeckpt")
-
-_FRONT, _BACK = 0, 1  # channels of the training loop and of the thread that writes
-_ENGINE_TIMES = 10
-_meetings: dict[str, int] = {}  # how often ranks have met, by the name of their process group
+__all__ = ["Group", "Section", "group_of_this_process", "in_group", "itself", "lowest", "rank_of_this_process"]
 
 
 class Section:
@@ -66,7 +50,8 @@ def lowest(one: Any, _: Any) -> Any:
     return one
 
 
-def _itself(combined: Any) -> Any:
+def itself(combined: Any) -> Any:
+    """Decide nothing: the result is what all answers were combined into."""
     return combined
 
 
@@ -99,7 +84,7 @@ class Group:
         self,
         what: str,
         combine: Callable[[Any, Any], Any] = lowest,
-        decide: Callable[[Any], Any] = _itself,
+        decide: Callable[[Any], Any] = itself,
         *,
         waits: bool = True,
     ) -> Iterator[Section]:
@@ -142,185 +127,13 @@ class Group:
         """Give back what the group holds."""
 
 
-class RankGroup(Group):
-    """The processes of a process group of torch.distributed, connected along a tree.
-
-    A rank exchanges two small messages with each of its neighbours for a section, which are log2(size) + 1 at most.
-
-    Args:
-        timeout_seconds: How long a rank is waited for that does not come to a section.
-        process_group: The process group; None for the default one.
-
-    Raises:
-        RankLostError: Ranks did not come to form the group.
-        ValueError: This process does not belong to the process group.
-    """
-
-    def __init__(self, timeout_seconds: float, process_group: Any = None) -> None:
-        self.rank = torch.distributed.get_rank(process_group)
-        self.size = torch.distributed.get_world_size(process_group)
-        if self.rank < 0:
-            raise ValueError(
-                f"rank {torch.distributed.get_rank()} is not in Ranks(process_group=...) of its manager: give it a "
-                "manager of its own group, or none"
-            )
-        self._process_group = process_group
-        self._channel = _FRONT
-        self._world = torch.distributed.group.WORLD
-        self._engine_group: list[Any] = []  # shared with the group for the background
-        self._agreements = Agreements(self._meet(timeout_seconds), self.rank, self.size, timeout_seconds)
-
-    def _meet(self, timeout_seconds: float) -> dict[int, Any]:
-        group: Any = self._process_group or self._world
-        name: str = group.group_name
-        _meetings[name] = meeting = _meetings.get(name, 0) + 1
-        # torchrun may start ranks again in the store of those before, whose addresses are there still.
-        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = store_below(f"safeckpt/{start}/{name}/{meeting}")
-        try:
-            return meet(store, self.rank, self.size, timeout_seconds, _say_who_is_missing)
-        except (NotMetError, RuntimeError) as error:  # the latter of a store that is gone
-            missing = getattr(error, "missing", [])
-            raise RankLostError(
-                what="the ranks were meeting for the first time", lost=missing, timeout_seconds=timeout_seconds,
-                reason=str(error).partition("\n")[0], late=bool(missing),
-            ) from error  # fmt: skip
-
-    @property
-    def process_group(self) -> Any:
-        """See `Group`."""
-        if not self._engine_group:
-            with lazy_gloo():  # else each rank would connect to all others
-                # A rank is busy in a collective until the slowest has written its part.
-                timeout = dt.timedelta(seconds=_ENGINE_TIMES * self._agreements.timeout_seconds)
-                self._engine_group.append(
-                    torch.distributed.new_group(
-                        None if self._process_group is None else self._all_ranks(),
-                        backend="gloo",
-                        timeout=timeout,
-                        use_local_synchronization=self._process_group is not None,
-                    )
-                )
-        return self._engine_group[0]
-
-    def _all_ranks(self) -> list[int]:
-        """Return the ranks of the default process group that belong to this one."""
-        return torch.distributed.get_process_group_ranks(self._process_group or self._world)
-
-    @property
-    def current(self) -> bool:
-        """See `Group`."""
-        return in_group() and self._world is torch.distributed.group.WORLD
-
-    def tell_of_loss(self, call: Callable[[], None]) -> None:
-        """See `Group`."""
-        self._agreements.on_lost = call
-
-    def close(self) -> None:
-        """See `Group`: connections, descriptors and threads."""
-        self._agreements.close(is_failing=sys.exception() is not None)
-        self._forget_engine_group()
-
-    def for_background(self) -> Group:
-        """See `Group`."""
-        other = object.__new__(RankGroup)
-        other.__dict__.update(self.__dict__)
-        other._channel = _BACK
-        return other
-
-    @contextlib.contextmanager
-    def section(
-        self,
-        what: str,
-        combine: Callable[[Any, Any], Any] = lowest,
-        decide: Callable[[Any], Any] = _itself,
-        *,
-        waits: bool = True,
-    ) -> Iterator[Section]:
-        """See `Group`."""
-        if not self.current:
-            raise GroupDestroyedError(what=what)
-        if self._agreements.lost is not None:
-            raise self._lost(what, self._agreements.lost)
-        side = self._agreements.begin(self._channel, what, combine, decide, is_waited_for=waits)
-        raised: BaseException | None = None
-        failure: Failure | None = None
-
-        def finish(section: Section) -> None:
-            section.result = self._outcome(side, raised, failure)
-
-        section: Section = Section(finish)
-        try:
-            yield section
-        except BaseException as error:  # noqa: BLE001 - raised again when every rank knows
-            raised, failure = error, failure_of(error, self.rank)
-        side.combined = said(self.rank, what, section.same, section.answer, failure)
-        self._agreements.end(side)
-        if waits:
-            finish(section)
-
-    def _outcome(self, side: Side, raised: BaseException | None, failure: Failure | None) -> Any:
-        """Return the result of an agreement, or raise what came of it.
-
-        Args:
-            side: This rank's side of it.
-            raised: What was raised in it.
-            failure: The same, as the others know it.
-        """
-        try:
-            news = side.replies.get()
-            decision: BaseException | None = None
-            if isinstance(news, Combined):
-                reply, decision = reply_to(news, side.decide, self.rank)
-                if isinstance(decision, SafeckptError) and reply.failure is not None and decision.rank is None:
-                    decision.rank = reply.failure.rank
-                news = self._agreements.reply(side, reply)
-        except BaseException:
-            self._agreements.give_up("it was interrupted while it waited for the others")
-            raise
-        if isinstance(news, Lost):
-            self._forget_engine_group()
-            if raised is not None and type(raised) is not RuntimeError:  # which a collective inside the part ended with
-                raise raised
-            raise self._lost(side.what, news) from raised
-        if raised is not None and failure is not None:
-            others = news.failure
-            is_later = others is not None and None not in (others.step, failure.step) and others.order < failure.order
-            if not is_later:
-                if isinstance(raised, SafeckptError) and raised.rank is None:
-                    raised.rank = self.rank
-                raise raised
-        if news.failure is not None:
-            raise (error_of(side.what, news.failure) if decision is None else decision) from raised
-        return news.result
-
-    def _forget_engine_group(self) -> None:
-        """Close this rank's connections of the engine's group, so that who waits for this rank there waits no more."""
-        if self._engine_group and self.current:
-            torch.distributed.destroy_process_group(self._engine_group.pop())
-
-    def _lost(self, what: str, lost: Lost) -> RankLostError:
-        return RankLostError(
-            what=what,
-            lost=[self._all_ranks()[rank] for rank in lost.ranks] if self.current else lost.ranks,
-            timeout_seconds=self._agreements.timeout_seconds,
-            reason=lost.reason,
-            late=lost.late,
-        )
-
-
-def _say_who_is_missing(missing: list[int]) -> None:
-    if missing:
-        _log.warning(
-            "waiting for rank(s) %s, which have not called their managers yet. Every rank has to make one and call it: "
-            "not under `if rank == 0:`, as one does with torch.save",
-            listed(missing),
-        )
-
-
 def group_of_this_process(timeout_seconds: float, process_group: Any = None) -> Group:
     """Return the processes that this one belongs to: those of a process group, by default of all, or only itself."""
-    return RankGroup(timeout_seconds, process_group) if in_group() else Group()
+    if not in_group():
+        return Group()
+    from safeckpt.distributed.rank_group import RankGroup  # noqa: PLC0415 - connections, which one process has none of
+
+    return RankGroup(timeout_seconds, process_group)
 
 
 def in_group() -> bool:

@@ -14,7 +14,7 @@ they are and may change what is between them.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 from zlib import crc32
 
 from safeckpt.errors import DamagedCheckpointError, FormatVersionError
@@ -30,8 +30,7 @@ _VERSION = re.compile(rb"SAFECKPT (\d{4}) .{104} [0-9a-f]{8}\n", re.DOTALL)
 _FIELDS = re.compile(rb"chunk=(\d{7}) size=(\d{15}) root=([0-9a-f]{64})")
 
 
-@dataclass(frozen=True)
-class Trailer:
+class Trailer(NamedTuple):
     """The content of a trailer.
 
     Attributes:

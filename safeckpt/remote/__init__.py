@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from safeckpt.remote.client import Client, open_client
     from safeckpt.remote.epochs import NOTHING, Claim, Epochs, RemoteCheckpoint, View
     from safeckpt.remote.looking import find, local_copy, names_checkpoint, open_prefix, verify_remote, verify_url
-    from safeckpt.remote.options import Mirror, RemotePath, is_url, shown_url
+    from safeckpt.remote.options import Mirror
     from safeckpt.remote.transfer import fetch, open_remote, trailer_of
+    from safeckpt.remote.urls import RemotePath, is_url, shown_url
     from safeckpt.remote.worker import Worker
 else:
     __getattr__ = module_getattr(
@@ -25,18 +26,18 @@ else:
             "Epochs": "safeckpt.remote.epochs",
             "Mirror": "safeckpt.remote.options",
             "RemoteCheckpoint": "safeckpt.remote.epochs",
-            "RemotePath": "safeckpt.remote.options",
+            "RemotePath": "safeckpt.remote.urls",
             "View": "safeckpt.remote.epochs",
             "Worker": "safeckpt.remote.worker",
             "fetch": "safeckpt.remote.transfer",
             "find": "safeckpt.remote.looking",
-            "is_url": "safeckpt.remote.options",
+            "is_url": "safeckpt.remote.urls",
             "local_copy": "safeckpt.remote.looking",
             "names_checkpoint": "safeckpt.remote.looking",
             "open_client": "safeckpt.remote.client",
             "open_prefix": "safeckpt.remote.looking",
             "open_remote": "safeckpt.remote.transfer",
-            "shown_url": "safeckpt.remote.options",
+            "shown_url": "safeckpt.remote.urls",
             "trailer_of": "safeckpt.remote.transfer",
             "verify_remote": "safeckpt.remote.looking",
             "verify_url": "safeckpt.remote.looking",

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from safeckpt.errors import MirrorUnreachableError, SafeckptError
-from safeckpt.remote.options import Mirror, scrubbed, shown_url
+from safeckpt.remote.options import Mirror, scrubbed
+from safeckpt.remote.urls import shown_url
 
 __all__ = ["PART_BYTES", "Client", "Stored", "open_client"]
 

@@ -14,8 +14,9 @@ from safeckpt.file import INDEX, open_checkpoint
 from safeckpt.remote import keys
 from safeckpt.remote.client import Client, open_client
 from safeckpt.remote.epochs import Epochs, RemoteCheckpoint
-from safeckpt.remote.options import Mirror, shown_url
+from safeckpt.remote.options import Mirror
 from safeckpt.remote.transfer import download, fetch, open_remote
+from safeckpt.remote.urls import shown_url
 from safeckpt.store import CheckpointDirectory
 
 if TYPE_CHECKING:

@@ -1,50 +1,26 @@
-"""What a caller says about a mirror, and how its URL is shown: without whatever in it may be a secret."""
+"""What a caller says about a mirror, and what may be told of it: nothing that may be a secret."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
+from safeckpt.remote.urls import is_url, shown_url
 from safeckpt.system.arguments import checked_bool, checked_choice, checked_int, checked_number
 
-__all__ = ["Mirror", "RemotePath", "Waiting", "is_url", "scrubbed", "shown_url"]
+__all__ = ["Mirror", "Waiting", "scrubbed"]
 
 Waiting = Literal["close", "save", "never"]
 
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _IN_TEXT = re.compile(r"\b([A-Za-z][A-Za-z0-9+.-]+://)([^\s\"'<>,)]+)")
 _FIELDS = re.compile(  # what an answer of a store may quote of a request
     r"(?i)\b(authorization|x-amz-[a-z-]+|signature|sig|token|secret[a-z_-]*|awsaccesskeyid|stringtosign[a-z]*|"
     r"signatureprovided|canonicalrequest[a-z]*|credential)\b(\W{1,4})[^\s<>,;&\"']+"
 )
 _MOST_TEXT = 400
-
-
-def is_url(path: object) -> bool:
-    """Return whether a text names something in a store, as `s3://bucket/runs/x` does, and no path.
-
-    Example:
-        >>> is_url("s3://bucket/runs/x"), is_url("runs/x"), is_url("C:/runs")
-        (True, False, False)
-    """
-    return isinstance(path, str) and _URL.match(path) is not None
-
-
-def shown_url(url: str) -> str:
-    """Return a URL as it may be shown: without user, password, query and fragment.
-
-    Example:
-        >>> shown_url("az://box/runs?sig=abc")
-        'az://box/runs'
-    """
-    scheme, _, rest = url.partition("://")
-    rest = re.split(r"[?#]", rest, maxsplit=1)[0]
-    place, slash, path = rest.partition("/")
-    return f"{scheme}://{place.rpartition('@')[2]}{slash}{path}".rstrip("/")
 
 
 def scrubbed(text: str, secrets: Mapping[str, Any] | None = None) -> str:
@@ -61,24 +37,6 @@ def scrubbed(text: str, secrets: Mapping[str, Any] | None = None) -> str:
         if isinstance(value, str) and len(value) >= 6 and not is_url(value):
             text = text.replace(value, "***")
     return " ".join(text.split())[:_MOST_TEXT]
-
-
-class RemotePath(PurePosixPath):
-    """The place of an object in a store, as a path: its text is the URL, and the file system knows nothing of it.
-
-    Example:
-        >>> str(RemotePath("s3://bucket/runs/x")), RemotePath("s3://bucket/runs/x").name
-        ('s3://bucket/runs/x', 'x')
-    """
-
-    __slots__ = ()
-
-    def __str__(self) -> str:
-        scheme, colon, rest = super().__str__().partition(":/")
-        return f"{scheme}:///{rest}" if scheme == "file" else f"{scheme}://{rest}" if colon else scheme
-
-    def __fspath__(self) -> str:
-        return str(self)
 
 
 @dataclass(frozen=True)

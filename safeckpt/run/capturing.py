@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime as dt
 import secrets
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -44,8 +42,7 @@ class MemoryCopy(NamedTuple):
     payload: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Draft:
+class Draft(NamedTuple):
     """One rank's part of a checkpoint, captured and guarded; its tensors alias the live ones, or those of a copy.
 
     Attributes:
@@ -71,9 +68,9 @@ class Draft:
         """Return the draft over a copy of its tensors, which nobody changes."""
         captured = staging.copy(self.captured)
         if self.payload is self.captured:  # nothing in it had to be encoded, nor has anything in its copy
-            return dataclasses.replace(self, captured=captured, payload=captured)
+            return self._replace(captured=captured, payload=captured)
         payload, shards = _as_written(captured, is_sharded=self.is_sharded, is_rank_zero=is_rank_zero)
-        return dataclasses.replace(self, captured=captured, payload=payload, shards=shards)
+        return self._replace(captured=captured, payload=payload, shards=shards)
 
 
 def _as_written(payload: Mapping[str, Any], *, is_sharded: bool, is_rank_zero: bool) -> tuple[Any, ShardTensors]:

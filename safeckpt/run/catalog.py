@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 from safeckpt.errors import (
     DamagedCheckpointError,
@@ -21,7 +21,7 @@ from safeckpt.errors import (
     SkippedCheckpointWarning,
 )
 from safeckpt.file import INDEX, CheckpointFile, CheckpointFolder, open_checkpoint
-from safeckpt.remote.options import is_url
+from safeckpt.remote.urls import is_url
 from safeckpt.store import Best, CheckpointDirectory
 from safeckpt.system.arguments import checked_bool
 from safeckpt.system.json_numbers import from_json, to_json
@@ -324,13 +324,11 @@ class Catalog:
         return None
 
 
-@dataclass(frozen=True)
 class Gone:
     """A checkpoint that was listed and is no longer there: its writer pruned it, and has committed a newer one."""
 
 
-@dataclass(frozen=True)
-class Bad:
+class Bad(NamedTuple):
     """A checkpoint that is not good.
 
     Attributes:

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,8 +35,7 @@ class Wanted(NamedTuple):
     streams: bool = True
 
 
-@dataclass(frozen=True)
-class Good:
+class Good(NamedTuple):
     """A checkpoint that has passed every check: all of it can be applied.
 
     Attributes:

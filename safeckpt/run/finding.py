@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from safeckpt.distributed import Names, refuse_left_over
 from safeckpt.errors import CheckpointNotFoundError, DirectoryNotSharedError, LoadError, NoGoodCheckpointError
-from safeckpt.remote import RemotePath
+from safeckpt.remote.urls import RemotePath
 from safeckpt.run.catalog import Bad, Gone, fault_of, warn_skipped
 from safeckpt.run.checking import Good, Wanted, check_step
 from safeckpt.run.run import Run

@@ -38,13 +38,13 @@ __all__ = ["RunMirror", "mirror_of"]
 _log = logging.getLogger("safeckpt")
 
 
-def mirror_of(value: str | Mirror | None) -> Mirror | None:
+def mirror_of(value: str | Mirror) -> Mirror:
     """Return the mirror that a caller asked for.
 
     Raises:
         TypeError: It is neither a URL nor a `Mirror`.
     """
-    if value is None or isinstance(value, Mirror):
+    if isinstance(value, Mirror):
         return value
     if not isinstance(value, str):
         raise TypeError(f"mirror must be a URL, such as 's3://bucket/runs/x', or a Mirror; got {type(value).__name__}")

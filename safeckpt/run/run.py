@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from safeckpt.distributed import Group
 from safeckpt.run.membership import Membership
@@ -16,8 +15,7 @@ from safeckpt.state import Component, LossLimit
 __all__ = ["Run"]
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """One run in one directory.
 
     Attributes:

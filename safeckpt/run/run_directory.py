@@ -6,16 +6,18 @@ import contextlib
 import os
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safeckpt.distributed import Group
 from safeckpt.errors import DirectoryInUseError, DirectoryLockedError, DirectoryNotSharedError, SafeckptWarning
 from safeckpt.run.catalog import Catalog, Checkpoint
 from safeckpt.run.membership import Membership
-from safeckpt.run.mirroring import RunMirror
 from safeckpt.run.timeline import Timeline
 from safeckpt.store import WriterLock
 from safeckpt.system.warn import warn_caller
+
+if TYPE_CHECKING:
+    from safeckpt.run.mirroring import RunMirror
 
 __all__ = ["Place", "RunDirectory"]
 

@@ -22,7 +22,7 @@ import operator
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
@@ -76,11 +76,13 @@ from safeckpt.run.writers import (
     rewrite_header,
     writer_of,
 )
-from safeckpt.run.writing_process import WritingProcess
 from safeckpt.state import Staging, capture
 from safeckpt.state.loss import Loss
 from safeckpt.system.threads import Progress
 from safeckpt.system.warn import warn_caller
+
+if TYPE_CHECKING:
+    from safeckpt.run.writing_process import WritingProcess
 
 __all__ = ["AsyncSave", "Saver"]
 
@@ -166,6 +168,12 @@ class _Written(NamedTuple):
     failed_late: bool
 
 
+def _writing_process() -> WritingProcess:
+    from safeckpt.run.writing_process import WritingProcess  # noqa: PLC0415 - few write by a process
+
+    return WritingProcess()
+
+
 class Saver:
     """Saves the checkpoints of a run; `CheckpointManager.save` says what it promises.
 
@@ -194,7 +202,7 @@ class Saver:
         self._run = run
         self._capturer = capturer
         self._pruning = pruning
-        self._process = WritingProcess() if async_save == "process" else None
+        self._process = _writing_process() if async_save == "process" else None
         write: Write = write_here if self._process is None else self._process.write
         self._output = Output(run.directory, run.components, write, progress, PlanCache())
         self._staging = Staging(shared=self._process is not None) if async_save else None
@@ -290,7 +298,7 @@ class Saver:
             digests = compared_digests(group.rank, draft.digests)
             section.answer = _RankAnswer(draft.checkpoint, draft.is_sharded, digests)
         checkpoint = dataclasses.replace(section.result.checkpoint, path=draft.checkpoint.path)
-        return dataclasses.replace(draft, checkpoint=checkpoint), section.result
+        return draft._replace(checkpoint=checkpoint), section.result
 
     def _draft_of_rank(
         self, step: int, loss: Any, metrics: Mapping[str, Any] | None, refusal: BaseException | None
@@ -497,7 +505,7 @@ class Saver:
             if copied.failure is not None:
                 raise copied.failure
             self._run.directory.see(copied.place)
-            draft = dataclasses.replace(copied.draft, digests=digests_of(copied.draft.captured))
+            draft = copied.draft._replace(digests=digests_of(copied.draft.captured))
             section.answer = compared_digests(group.rank, draft.digests)
         summary = section.result
         if summary.drifted:

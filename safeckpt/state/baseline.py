@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,8 +23,7 @@ _EXCUSED_KINDS = frozenset({"module", "counters", "stateful"})
 _STATISTICS = frozenset({"running_mean", "running_var"})
 
 
-@dataclass(frozen=True)
-class GuardResult:
+class GuardResult(NamedTuple):
     """Result of the guard over a captured state.
 
     Attributes:

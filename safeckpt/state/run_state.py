@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,8 +35,7 @@ RESERVED_KEY = "safeckpt"
 _RNG = "rng"
 
 
-@dataclass(frozen=True)
-class RunState:
+class RunState(NamedTuple):
     """State of all components at one moment. Tensors alias the live ones until the payload is written or copied.
 
     Attributes:

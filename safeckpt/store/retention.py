@@ -13,7 +13,7 @@ import heapq
 import math
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from safeckpt.system.arguments import checked_int
 
@@ -71,14 +71,11 @@ class Best:
             yield heapq.heappop(heap)[1]
 
 
-@dataclass(frozen=True)
 class KeepLast:
     """Keep the newest `count` good steps."""
 
-    count: int
-
-    def __post_init__(self) -> None:
-        checked_int("keep_last", self.count, least=1)
+    def __init__(self, count: int) -> None:
+        self.count = checked_int("keep_last", count, least=1)
 
     def keeps(self, steps: Sequence[int], is_good: Callable[[int], bool]) -> Collection[int]:
         """Return the steps to keep."""
@@ -87,35 +84,30 @@ class KeepLast:
         return list(islice(filter(is_good, reversed(steps)), self.count))
 
 
-@dataclass(frozen=True)
 class KeepEvery:
     """Keep the steps that are multiples of `interval`, for good."""
 
-    interval: int
-
-    def __post_init__(self) -> None:
-        checked_int("keep_every", self.interval, least=1)
+    def __init__(self, interval: int) -> None:
+        self.interval = checked_int("keep_every", interval, least=1)
 
     def keeps(self, steps: Sequence[int], is_good: Callable[[int], bool]) -> Collection[int]:
         """Return the steps to keep."""
         return [step for step in steps if step % self.interval == 0]
 
 
-@dataclass(frozen=True)
 class KeepPeriod:
     """Keep the newest good step of each period, for good: of each hour or day, counted from the epoch in UTC.
 
-    Attributes:
+    Args:
         period: How long a period is.
         created_at: When a step was saved, by what its file says; None when that is not known.
     """
 
-    period: dt.timedelta
-    created_at: Callable[[int], dt.datetime | None]
-
-    def __post_init__(self) -> None:
-        if self.period <= dt.timedelta(0):
-            raise ValueError(f"keep_every must be positive; got {self.period!r}")
+    def __init__(self, period: dt.timedelta, created_at: Callable[[int], dt.datetime | None]) -> None:
+        if period <= dt.timedelta(0):
+            raise ValueError(f"keep_every must be positive; got {period!r}")
+        self.period = period
+        self.created_at = created_at
 
     def keeps(self, steps: Sequence[int], is_good: Callable[[int], bool]) -> Collection[int]:
         """Return the steps to keep."""
@@ -131,8 +123,7 @@ class KeepPeriod:
         return [step for step in chosen if step is not None]
 
 
-@dataclass(frozen=True)
-class KeepBest:
+class KeepBest(NamedTuple):
     """Keep the best good steps.
 
     Attributes:

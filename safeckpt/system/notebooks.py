@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from html import escape
 
 from safeckpt.system.text import printable
 
@@ -51,4 +50,6 @@ def _safe(text: str) -> str:
 
 
 def _whole(text: str) -> str:
+    from html import escape  # noqa: PLC0415 - it has a table of two thousand names, and few look at a table
+
     return escape(printable(text))

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from safeckpt.distributed.group import RankGroup
+from safeckpt.distributed.rank_group import RankGroup
 from tests.children import Child
 from tests.faults import Ended
 

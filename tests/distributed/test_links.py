@@ -20,8 +20,9 @@ import torch
 
 from safeckpt.distributed import links
 from safeckpt.distributed.agreement import Agreements, Combined, Reply, Side, said
-from safeckpt.distributed.group import RankGroup, lowest
+from safeckpt.distributed.group import lowest
 from safeckpt.distributed.links import Link, meet
+from safeckpt.distributed.rank_group import RankGroup
 from tests.distributed import groups
 from tests.distributed.scenarios import outcome
 

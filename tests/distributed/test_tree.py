@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import safeckpt
-from safeckpt.distributed.group import RankGroup
 from safeckpt.distributed.links import children_of, parent_of, ranks_below
+from safeckpt.distributed.rank_group import RankGroup
 from tests.distributed import groups
 from tests.distributed.scenarios import outcome
 from tests.distributed.training import Kind, Run, manager_of

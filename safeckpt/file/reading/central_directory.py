@@ -8,8 +8,7 @@ file. So everything that torch writes in one fixed way has to be that way here.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from safeckpt.errors import DamagedCheckpointError
 from safeckpt.file import archive
@@ -45,8 +44,7 @@ _DIRECTORY = "central directory"
 _END_RECORD = "end record"
 
 
-@dataclass(frozen=True)
-class Archive:
+class Archive(NamedTuple):
     """An open file and the records in it, their places checked.
 
     Attributes:

@@ -19,7 +19,6 @@ from safeckpt.errors import UnsavableStateError
 from safeckpt.file.gc_pause import no_collection
 from safeckpt.file.tree_rebuild import CONTAINERS, Rebuild
 from safeckpt.file.writing.convert import EMPTY_BYTES, converted
-from safeckpt.file.writing.hints import hint_for, special_reason
 from safeckpt.file.writing.pickling import used_storages
 from safeckpt.file.writing.readability import is_allowed, parts_of, why_unreadable
 from safeckpt.file.writing.spans import StorageTypeConflictError, stored_dtype, view_of
@@ -103,11 +102,16 @@ class _RefusedError(Exception):
 
     def error(self, root: str) -> UnsavableStateError:
         """Return the error for the user."""
+        # It knows the types of many libraries, and is needed when a value is refused.
+        from safeckpt.file.writing.hints import hint_for, special_reason  # noqa: PLC0415
+
         kind = type(self.value)
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         location = self.location(root)
         hint = self.hint.format(x=location) if self.hint else hint_for(self.value, location)
-        return UnsavableStateError(location=location, type_name=name, reason=self.reason, cure=hint)
+        return UnsavableStateError(
+            location=location, type_name=name, reason=self.reason or special_reason(self.value), cure=hint
+        )
 
 
 def _key_step(key: Any) -> str:
@@ -237,7 +241,7 @@ class _Walker:
             self._replace(value, plain)
             return
         if kind is torch.UntypedStorage or not (is_allowed(kind) or is_allowed(value)):
-            raise _RefusedError(value, *special_reason(value))
+            raise _RefusedError(value)
         self._seen.add(id(value))
         if depth >= MOST_LEVELS:
             raise _RefusedError(value, _TOO_DEEP, _FLATTER)

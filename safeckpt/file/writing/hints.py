@@ -115,10 +115,10 @@ def _sentence(hint: str, location: str) -> str:
     return hint.format(x=location) + "."
 
 
-def special_reason(value: object) -> tuple[str]:
-    """Return why a value is refused, where it is not simply that a safe load does not know its type."""
+def special_reason(value: object) -> str:
+    """Return why a value is refused; empty where a safe load simply does not know its type."""
     if isinstance(value, UninitializedTensorMixin):
-        return ("it has no shape and no data yet",)
+        return "it has no shape and no data yet"
     if isinstance(value, torch.UntypedStorage):
-        return ("a safe load would give back another type",)
-    return ("",)
+        return "a safe load would give back another type"
+    return ""

@@ -10,8 +10,7 @@ import io
 import pickle
 import types
 from collections import Counter, OrderedDict
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.serialization import location_tag, normalize_storage_type
@@ -63,8 +62,7 @@ _KNOWN_KINDS = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class Pickled:
+class Pickled(NamedTuple):
     """A payload in two parts.
 
     Attributes:

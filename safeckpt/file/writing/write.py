@@ -15,7 +15,7 @@ import hashlib
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 from zlib import crc32
 
 from safeckpt.file import archive
@@ -47,8 +47,7 @@ class Writable(Protocol):
         """Write bytes and return how many, or None when all were taken."""
 
 
-@dataclass(frozen=True)
-class WrittenFile:
+class WrittenFile(NamedTuple):
     """The size and digest of a file that was written.
 
     Attributes:
@@ -132,8 +131,7 @@ class PreparedFile:
             check_written(f, self.size_bytes, records, is_plain=self._is_plain)
 
 
-@dataclass(frozen=True)
-class JoinedFile:
+class JoinedFile(NamedTuple):
     """Files one after the other in one, without a trailer.
 
     Attributes:
