@@ -14,29 +14,23 @@ from typing import TYPE_CHECKING, Any, Self
 
 from safeckpt.distributed import Ranks
 from safeckpt.errors import UncapturedStateWarning
-from safeckpt.run import (
-    AsyncSave,
-    Capturer,
-    Membership,
-    Replay,
-    ReplayPolicy,
-    ReplayReport,
-    Restorer,
-    Rollback,
-    Run,
-    RunDirectory,
-    Saver,
-    Steps,
-    Timeline,
-    Wanted,
-)
 from safeckpt.run.arguments import checked_names, checked_notes, checked_step
+from safeckpt.run.capturing import Capturer
 from safeckpt.run.catalog import Catalog, Checkpoint
+from safeckpt.run.checking import Wanted
+from safeckpt.run.membership import Membership
 from safeckpt.run.pruning import Pruning
+from safeckpt.run.replay import Replay, ReplayPolicy, ReplayReport
+from safeckpt.run.restoring import Restorer
+from safeckpt.run.rollback import Rollback
+from safeckpt.run.run import Run
+from safeckpt.run.run_directory import RunDirectory
 from safeckpt.run.saved_hook import SavedHook
+from safeckpt.run.saving import AsyncSave, Saver
 from safeckpt.run.schedule import SaveSchedule
-from safeckpt.run.stop_signals import StopSignals
-from safeckpt.run.stop_time import StopTime
+from safeckpt.run.steps import Steps
+from safeckpt.run.stop_request import StopRequest
+from safeckpt.run.timeline import Timeline
 from safeckpt.state import Guard, LossLimit, register, uncaptured
 from safeckpt.store import Best, CheckpointDirectory, WriterLock
 from safeckpt.system.arguments import checked_bool
@@ -178,9 +172,8 @@ class CheckpointManager:
         replay = Replay(files.losses, on_replay_mismatch, run_directory.add_event, lambda: lock.held)
         for line in uncaptured(components, registered):
             warn_caller(f"Not captured: {line}.", UncapturedStateWarning)
-        self._stop_time = StopTime(stop_before)
-        self._signals = StopSignals(stop_signals)
-        membership.on_lost = self._signals.give_up
+        self._stop_request = StopRequest(stop_signals, stop_before, run_directory.mirror)
+        membership.on_lost = self._stop_request.give_up
         self._save_on_exit = save_on_exit
         self._mutex = threading.RLock()  # threads that call one manager take turns
         self._run = run = Run(
@@ -194,7 +187,6 @@ class CheckpointManager:
         )
         # Last: a manager that was refused leaves no hook on an optimizer behind.
         self._capturer = Capturer(run, guard, components, is_staged=bool(async_save))
-        self._restorer = Restorer(run)
         self._saver = Saver(
             run,
             self._capturer,
@@ -203,7 +195,8 @@ class CheckpointManager:
             progress=None if progress is None else functools.partial(progress, "save"),
             on_commit=None if self._hook is None else self._hook.committed,
         )
-        self._steps = Steps(run, self._capturer, self._saver, self._is_stop_requested)
+        self._steps = Steps(run, self._capturer, self._saver, self._stop_request)
+        self._restorer = Restorer(run, on_restored=self._steps.on_restored)
         self._rollback = Rollback(run, self._restorer, self._saver, self._steps)
 
     @property
@@ -235,13 +228,6 @@ class CheckpointManager:
         """
         return self._steps.stop_requested
 
-    def _is_stop_requested(self, needed_seconds: Callable[[], float]) -> bool:
-        """Return whether this process was asked to stop, or has to, to do what takes so long before its end."""
-        if self._signals.requested or not self._stop_time.is_set:
-            return self._signals.requested
-        sending = 0.0 if self.mirror is None else self.mirror.stop_seconds
-        return self._stop_time.is_reached(needed_seconds() + sending)
-
     def __enter__(self) -> Self:
         return self
 
@@ -270,21 +256,19 @@ class CheckpointManager:
             raise pending
 
     def _close(self, *, failed: bool = False) -> None:
-        with contextlib.ExitStack() as closing:  # each of them, whatever another one raises
+        with contextlib.ExitStack() as closing:  # from the last to the first, each of them whatever another one raises
             closing.callback(self._run.close)
             if self.mirror is not None:
-                closing.callback(
-                    self.mirror.close, hurried=failed or self._signals.requested or self._stop_time.reached
-                )
+                closing.callback(self.mirror.close, hurried=failed or self._stop_request.is_heeded)
             if self._hook is not None:
                 closing.callback(self._hook.close)
             closing.callback(self._steps.close)
             closing.callback(self._saver.close)
             closing.callback(self._capturer.close)
-            closing.callback(self._signals.restore)
+            closing.callback(self._stop_request.close)
             if self._run.membership.was_rank_zero:
                 closing.callback(self._run.replay.close)
-            self.wait()
+            closing.callback(self.wait)
 
     def wait(self) -> None:
         """Return when every save is committed. Only with `async_save` is there anything to wait for.
@@ -350,11 +334,16 @@ class CheckpointManager:
                 was interrupted, so that the objects may be a mixture of two states.
             OSError: The system refused, with errno: every earlier file is untouched, no temporary file is left.
             DurabilityUnknownError: The file is in place, but a power loss may still take it back; nothing was pruned.
+            ReplicaDriftError: Ranks of a process group hold different copies of what should be alike. Nothing was
+                written.
+            GroupError: A rank of a process group failed, is lost, sees another directory, or does something else. The
+                same error on every rank; nothing was committed, unless it says so.
+            WritingProcessError: The process of `async_save="process"` was ended. Nothing was committed.
 
         Cost:
             One pass over the tensors for the guard, one for checksum and write, an fsync of the file and one of the
-            directory. Tensors on a device are copied to the host piece by piece. Files that another process wrote
-            are read once before they count as kept.
+            directory; in a process group one more pass, to compare what should be alike. Tensors on a device are copied
+            to the host piece by piece. Files that another process wrote are read once before they count as kept.
         """
         with self._mutex:
             return self._steps.save(step, loss, metrics)
@@ -468,6 +457,7 @@ class CheckpointManager:
             ComponentMismatchError: A component is on one side only.
             StateMismatchError: Something does not fit; `mismatches` lists all of it.
             ValueError: A name in `keep_live` is no hyper-parameter, or one in `fresh` is neither component nor entry.
+            GroupError: As in `save`.
 
         Warns:
             SkippedCheckpointWarning: A newer file was passed over, with the reason.
@@ -479,7 +469,6 @@ class CheckpointManager:
             The file is read once to verify it and mapped to copy from it; no second copy of the state is kept. Of a
             sharded checkpoint each rank's part is read into host memory first.
         """
-        self._run.timeline.refuse_closed()
         wanted = Wanted(
             None if step is None else checked_step(step),
             checked_names(only, "only"),
@@ -488,11 +477,11 @@ class CheckpointManager:
             checked_bool("streams", streams),
         )
         with self._mutex:
+            self._run.timeline.refuse_closed()
             self.wait()
             restored = self._restorer.restore(wanted)
             if restored is None:
                 return None
-            self._steps.on_restored()
             if restored.is_whole:
                 self._pruning.adopt(restored.header)
             return restored.checkpoint
@@ -534,7 +523,10 @@ class CheckpointManager:
         Raises:
             RollbackLoopError: The same step failed again after a rollback that changed nothing, or there were
                 `max_rollbacks` of them without a new checkpoint. Nothing was changed.
-            CheckpointNotFoundError: There is no good checkpoint to go back to. Nothing was changed.
+            CheckpointNotFoundError: The run has no checkpoint yet. Nothing was changed.
+            NoGoodCheckpointError: There are checkpoints, and none is good. Nothing was changed.
+            RestoreError: The checkpoint does not fit the objects, which were changed since. Nothing was changed.
+            GroupError: As in `save`.
             ValueError: `skip_batches` is negative, `max_rollbacks` is below 1, or no component is a loader that can
                 leave out batches.
             DirectoryLockedError: Another writer holds the directory. Nothing was changed.

@@ -14,7 +14,6 @@ import safeckpt
 import safeckpt.distributed
 import safeckpt.file
 import safeckpt.remote
-import safeckpt.run
 from tests.manager.helpers import save_steps
 
 HEAVY = ("torch._dynamo", "matplotlib", "click", "rich", "pandas", "lightning", "sqlite3")
@@ -67,7 +66,7 @@ def test_public_names_are_listed_before_they_are_used() -> None:
         safeckpt.nothing  # noqa: B018
 
 
-LAZY = (safeckpt, safeckpt.distributed, safeckpt.file, safeckpt.remote, safeckpt.run)
+LAZY = (safeckpt, safeckpt.distributed, safeckpt.file, safeckpt.remote)
 
 
 @pytest.mark.parametrize("package", LAZY, ids=lambda package: package.__name__)

@@ -70,10 +70,12 @@ class Restorer:
 
     Args:
         run: The run.
+        on_restored: Called when a checkpoint was put into the objects, before anybody is told.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, *, on_restored: Callable[[], None]) -> None:
         self._run = run
+        self._on_restored = on_restored
 
     def restore(self, wanted: Wanted) -> Restored | None:
         """Put a checkpoint into the live objects and note where the run stands; see `CheckpointManager.restore`."""
@@ -222,6 +224,7 @@ class Restorer:
                 # A copy: the plan may be mapped from the file.
                 timeline.streams = None if streams or planned.rng is None else copy_tree(planned.rng)
                 check_source()
+                self._on_restored()
                 note(restored)
         except BaseException:
             if group.size > 1:  # another rank may not have come so far

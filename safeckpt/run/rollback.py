@@ -72,7 +72,6 @@ class Rollback:
         self._restorer.adopt(restored)
         if run.is_rank_zero:
             run.replay.on_restored(restored.checkpoint.step, same=not changes)
-        self._steps.on_restored()
         run.timeline.rolled_back(failing.step, changed=changes)
         if run.is_rank_zero and run.timeline.superseded_steps:
             run.directory.enter()

@@ -1,8 +1,7 @@
 """The end of every step: guard the loss, record it, and save when a checkpoint is due.
 
-Several processes do not stand still at each step. Every few steps they agree, and no rank waits for the others even
-then: what came of it is read at the next time. A rank that refuses a loss goes on with the others until all ranks know
-and raise the refusal: alone, it would leave them waiting in their next collective.
+Several processes do not stand still at each step, see `step_agreement`. A rank that refuses a loss goes on with the
+others until all ranks know and raise the refusal: alone, it would leave them waiting in their next collective.
 
 A step may end before everything that belongs to it has run: validation, schedulers, what a trainer does at the end of
 an epoch. Then a checkpoint that is due is owed, and saved at the next safe point.
@@ -10,14 +9,14 @@ an epoch. Then a checkpoint that is due is owed, and saved at the next safe poin
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from safeckpt.distributed import Section, in_group
+from safeckpt.distributed import in_group
 from safeckpt.errors import REFUSALS, SafeckptError, SafeckptWarning
 from safeckpt.run.arguments import checked_metrics, checked_step
 from safeckpt.run.capturing import Capturer
@@ -25,6 +24,8 @@ from safeckpt.run.catalog import Checkpoint
 from safeckpt.run.observing import tell_ended, wants_checkpoint
 from safeckpt.run.run import Run
 from safeckpt.run.saving import Saver
+from safeckpt.run.step_agreement import HEEDED_SECONDS, Agreed, StepAgreement
+from safeckpt.run.stop_request import StopRequest
 from safeckpt.run.stream_watch import StreamWatch
 from safeckpt.state.component import has_attribute
 from safeckpt.state.loss import Loss
@@ -34,8 +35,6 @@ __all__ = ["Steps"]
 
 _log = logging.getLogger("safeckpt")
 
-_STOP_SECONDS = 5.0  # from a stop signal to the step that heeds it, or one step where that takes longer
-_LONG_STEP_SECONDS = 0.5
 # What ending a step may raise on one rank alone.
 _OF_ONE_RANK = (SafeckptError, SafeckptWarning, OSError, TypeError, ValueError, RuntimeError)
 
@@ -56,66 +55,6 @@ class _Ended(NamedTuple):
     optimizer_steps: int
 
 
-class _Due(NamedTuple):
-    """What ranks say at the end of a step.
-
-    Attributes:
-        is_due: Whether rank 0 asks for a save, by clock or since the last one has failed.
-        stop_requested: Whether one of them was asked to stop.
-        step_seconds: How long rank 0 takes for a step; None where that is not known.
-    """
-
-    is_due: bool
-    stop_requested: bool
-    step_seconds: float | None
-
-
-class _Pace(NamedTuple):
-    """How ranks agree.
-
-    Attributes:
-        steps: How many steps until they agree again.
-        waits: Whether they then wait for each other, since that takes no time beside a step.
-    """
-
-    steps: int
-    waits: bool
-
-
-_FIRST_PACE = _Pace(1, waits=True)  # while it is not known how long a step takes
-
-
-class _Agreed(NamedTuple):
-    """What all ranks do.
-
-    Attributes:
-        is_due: Save.
-        stop_requested: Save, and stop.
-        pace: Go on like this.
-    """
-
-    is_due: bool
-    stop_requested: bool
-    pace: _Pace
-
-    @property
-    def saves(self) -> bool:
-        """Whether they save."""
-        return self.is_due or self.stop_requested
-
-
-def _both_due(one: _Due, other: _Due) -> _Due:
-    return one._replace(stop_requested=one.stop_requested or other.stop_requested)
-
-
-def _agreed(most_steps: int, due: _Due) -> _Agreed:
-    seconds, pace = due.step_seconds, _FIRST_PACE
-    if seconds is not None:
-        steps = int(_STOP_SECONDS / 2 / max(seconds, 1e-9))
-        pace = _Pace(max(1, min(most_steps, steps)), waits=seconds > _LONG_STEP_SECONDS)
-    return _Agreed(due.is_due, due.stop_requested, pace)
-
-
 class Steps:
     """Ends the steps of a run; `CheckpointManager.end_step` says what it promises.
 
@@ -123,25 +62,20 @@ class Steps:
         run: The run.
         capturer: Refuses a loss that is not finite.
         saver: Saves what is due.
-        stop_requested: Tells whether this process was asked to stop, or has to, to do what takes so many seconds.
+        stop_request: Whether this process has to stop.
     """
 
-    def __init__(
-        self, run: Run, capturer: Capturer, saver: Saver, stop_requested: Callable[[Callable[[], float]], bool]
-    ) -> None:
+    def __init__(self, run: Run, capturer: Capturer, saver: Saver, stop_request: StopRequest) -> None:
         self._run = run
         self._capturer = capturer
         self._saver = saver
-        self._stop_requested = stop_requested
+        self._stop_request = stop_request
         self._agreed_to_stop = False
         self._pending: BaseException | None = None
         self._unsaved: _Ended | None = None
         self._is_owed = False  # a checkpoint was due, and its step has ended without it
         self._was_tried = False  # and somebody has tried to save it since
-        self._asked: Section | None = None  # what the ranks agreed on last, and have not read yet
-        self._pace = _FIRST_PACE  # as they agreed last; the first time they wait for each other
-        self._next_step = 0  # at which they agree again
-        self._last_asked = 0, 0.0  # step and time
+        self._agreement = StepAgreement(run)
         self._ended_at: float | None = None  # when the last step had ended, and was saved
         self._step_seconds = 0.0  # how long it took, without a save
         self._loaders = {name: one.obj for name, one in run.components.items() if has_attribute(one.obj, "leave_out")}
@@ -155,11 +89,11 @@ class Steps:
 
     def _is_asked_to_stop(self) -> bool:
         """Return whether this process was asked to stop, or has no time for one more step and its save."""
-        return self._stop_requested(self._needed_seconds)
+        return self._stop_request.is_made(self._needed_seconds)
 
     def _needed_seconds(self) -> float:
         """Return how long one more step takes, with its save and what ranks need to agree."""
-        heeded = _STOP_SECONDS if in_group() else 0.0
+        heeded = HEEDED_SECONDS if in_group() else 0.0
         return self._step_seconds + self._saver.longest_seconds + heeded
 
     def _time_step(self) -> None:
@@ -194,7 +128,7 @@ class Steps:
         self._unsaved = None
         self._is_owed = False
         self._ended_at = None
-        self._asked, self._next_step, self._pace = None, 0, _FIRST_PACE
+        self._agreement.forget()
         self._watch.end()
 
     def save(self, step: int, loss: Any, metrics: Mapping[str, Any] | None) -> Checkpoint:
@@ -361,58 +295,40 @@ class Steps:
         """
         run = self._run
         self._handed_out.append((step, {name: loader.last_batches(1) for name, loader in self._loaders.items()}))
-        agreed = self._agree(step) if step >= self._next_step else None
+        agreed = self._agree(step) if self._agreement.is_next(step) else None
         return run.timeline.is_due_by_count(step) or (agreed is not None and agreed.saves)
 
-    def _agree(self, step: int) -> _Agreed | None:
-        """Read what the ranks have agreed on, and say what is to be agreed on next; None the first time.
-
-        The first agreement after a start or a restore is waited for: it says how often there are others.
-        """
-        run = self._run
-        before = self._read_agreement()
-        last_step, last_time = self._last_asked
-        now = time.monotonic()
-        seconds = (now - last_time) / max(1, step - last_step) if self._next_step else None
-        self._last_asked = step, now
-        waits = self._pace.waits
-        decide = functools.partial(_agreed, run.membership.ranks.agree_every)
-        with run.group.section(f"ending step {step}", _both_due, decide, waits=False) as section:
-            self._raise_pending()
-            is_saved_now = run.timeline.is_due_by_count(step) or (before is not None and before.saves)
-            section.answer = _Due(run.timeline.is_due(step) and not is_saved_now, self._is_asked_to_stop(), seconds)
-        self._asked = section
-        agreed = self._read_agreement() if waits else before
-        self._next_step = step + self._pace.steps
+    def _agree(self, step: int) -> Agreed | None:
+        with self._raising_refusals():
+            agreed = self._agreement.ask(step, self._raise_pending, self._is_asked_to_stop)
+        self._note_stop(agreed)
         return agreed
 
-    def _read_agreement(self) -> _Agreed | None:
-        """Return what the ranks have agreed on last, once; what one of them has refused is raised on all."""
-        asked, self._asked = self._asked, None
-        if asked is None:
-            return None
+    def _read_agreement(self) -> None:
+        """Note what the ranks have agreed on last; what one of them has refused is raised on all."""
+        with self._raising_refusals():
+            agreed = self._agreement.read()
+        self._note_stop(agreed)
+
+    def _note_stop(self, agreed: Agreed | None) -> None:
+        if agreed is not None:
+            self._agreed_to_stop = agreed.stop_requested
+
+    def _raise_refusals(self, step: int) -> None:
+        """Raise on all ranks what one of them has refused since the last agreement."""
+        with self._raising_refusals(), self._run.group.section(f"saving step {step} at the end"):
+            self._raise_pending()
+
+    @contextlib.contextmanager
+    def _raising_refusals(self) -> Iterator[None]:
+        """Note a refusal that comes out here, of this rank or another: it is raised once."""
         try:
-            asked.finish()
+            yield
         except BaseException as error:
             self._pending = None
             if isinstance(error, REFUSALS):
                 self._saver.note_refusal(error)
             raise
-        agreed: _Agreed = asked.result
-        self._agreed_to_stop = agreed.stop_requested
-        self._pace = agreed.pace
-        return agreed
-
-    def _raise_refusals(self, step: int) -> None:
-        """Raise on all ranks what one of them has refused since the last agreement."""
-        try:
-            with self._run.group.section(f"saving step {step} at the end"):
-                self._raise_pending()
-        except REFUSALS as error:
-            self._saver.note_refusal(error)
-            raise
-        finally:
-            self._pending = None
 
     def _raise_pending(self) -> None:
         if self._pending is not None:

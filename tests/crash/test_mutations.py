@@ -21,10 +21,11 @@ from unittest import mock
 
 import pytest
 
-from safeckpt.run import Restorer, RunDirectory
 from safeckpt.run.background import BackgroundWriter
 from safeckpt.run.catalog import Catalog
 from safeckpt.run.pruning import Pruning
+from safeckpt.run.restoring import Restorer
+from safeckpt.run.run_directory import RunDirectory
 from safeckpt.store import directory as directory_module
 from safeckpt.store import disk
 from safeckpt.store.lock import WriterLock

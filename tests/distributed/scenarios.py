@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 import safeckpt
-from safeckpt.run import Steps
+from safeckpt.run.restoring import Restorer
 from safeckpt.store import disk
 from tests.distributed import groups
 from tests.distributed.training import Kind, Run, manager_of
@@ -182,11 +182,11 @@ def note_that_fails_on_one_rank(path: Path, kind: Kind) -> Any:
             manager.save(3)
             manager.wait()
 
-            def failing(_: Any) -> None:
+            def failing(*_: Any, **__: Any) -> None:
                 if rank() == 1:
                     raise OSError(errno.EIO, "no note")
 
-            with mock.patch.object(Steps, "on_restored", failing):
+            with mock.patch.object(Restorer, "report", failing):
                 failed = outcome(lambda: manager.rollback(changed=True))
             mixed = sorted(manager._run.timeline.mixture.names)
             again = outcome(lambda: manager.rollback(changed=True))

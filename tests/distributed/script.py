@@ -43,7 +43,7 @@ def main() -> None:
                     if "agent" in kill:
                         if rank == 0:
                             os.kill(agent, kill["agent"])
-                        while not (manager._signals.requested or (path / "go on").exists()):
+                        while not (manager._stop_request.is_heeded or (path / "go on").exists()):
                             time.sleep(0.01)
                         manager.end_step(number, loss=loss)
                         if manager.stop_requested:

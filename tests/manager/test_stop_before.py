@@ -153,7 +153,7 @@ def test_longest_save_until_it_is_durable_is_taken_off(tmp_path: Path, *, asynch
     run = Marked()
     with manager_of(tmp_path, run, async_save=asynchronous, stop_before=in_seconds(HOUR)) as manager:
         asked: list[float] = []
-        manager._stop_time.is_reached = lambda seconds: asked.append(seconds) or False  # type: ignore[assignment,func-returns-value]
+        manager._stop_request._time.is_reached = lambda seconds: asked.append(seconds) or False  # type: ignore[assignment,func-returns-value]
         with intercept(_Slow()):
             manager.save(1)
             manager.wait()
@@ -170,7 +170,7 @@ def test_last_step_is_taken_off(tmp_path: Path) -> None:
     run = Marked()
     with manager_of(tmp_path, run, stop_before=in_seconds(HOUR)) as manager:
         asked: list[float] = []
-        manager._stop_time.is_reached = lambda seconds: asked.append(seconds) or False  # type: ignore[assignment,func-returns-value]
+        manager._stop_request._time.is_reached = lambda seconds: asked.append(seconds) or False  # type: ignore[assignment,func-returns-value]
         run.step = 1
         manager.end_step(1)
         time.sleep(0.2)
