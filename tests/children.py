@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -31,16 +32,17 @@ _MOST_SECONDS = 120
 
 _context = multiprocessing.get_context("forkserver")
 # What most children import sooner or later: each would take its seconds for it.
-_PRELOADED = (
+_preloaded = [
     __name__, "pytest", "sklearn.datasets", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp",
     "torch.profiler", "filelock", "safeckpt.manager", "safeckpt.functional", "safeckpt.loader", "tests.training",
-)  # fmt: skip
-_context.set_forkserver_preload([*_PRELOADED])
+]  # fmt: skip
+_context.set_forkserver_preload(_preloaded)
 
 
 def preload(*modules: str) -> None:
     """Have the server import more modules, where it has not started yet; without it each child imports them itself."""
-    _context.set_forkserver_preload([*_PRELOADED, *modules])
+    _preloaded.extend(modules)
+    _context.set_forkserver_preload(_preloaded)
 
 
 @contextlib.contextmanager
@@ -66,6 +68,7 @@ def look_often_for_workers() -> None:
 
 
 def _main(connection: Connection, function: Callable[..., Any], arguments: Any, options: Any, *, talks: bool) -> None:
+    gc.freeze()  # what the server has imported is no garbage, and a collection would copy its pages
     torch.set_num_threads(1)
     look_often_for_workers()
     # As in a script on Linux. By the way in which this child was started each worker would import torch again.

@@ -11,7 +11,7 @@ from tests.integrations import harness
 from tests.integrations.harness import PLACES, Place
 from tests.integrations.lightning_runs import Carrying, Manual, Several, train
 
-children.preload("lightning.pytorch", "torchmetrics")
+children.preload("tests.integrations.lightning_runs")
 
 # What a trainer can be told, each with a save at every second step.
 MODES = {
@@ -46,9 +46,9 @@ SOME = {
 
 
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
-def test_killed_run_is_the_same_run(tmp_path, place):
+def test_killed_run_is_the_same_run(tmp_path, straights, place):
     """At six places: every loss, batch, hook and logged value of the resumed run is the straight run's."""
-    harness.assert_exact(train, tmp_path, place)
+    harness.assert_exact(train, tmp_path, place, straight=straights())
 
 
 @pytest.mark.timeout(900)  # up to nine processes

@@ -23,7 +23,7 @@ from tests.integrations import harness
 from tests.integrations.harness import BATCH_SIZE, EPOCHS, LENGTH, STEPS, Place
 from tests.integrations.lightning_runs import Model, Several, Sharded, loader, quiet, train, train_stock
 
-children.preload("lightning.pytorch", "torchmetrics")
+children.preload("tests.integrations.lightning_runs")
 
 
 def steps_of(events):
@@ -84,10 +84,10 @@ def test_rollback_leaves_the_batch_out_and_goes_on(tmp_path, options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", [Place("step", 9), Place("on_train_epoch_end", 1), Place("validation", 4)])
-def test_run_that_has_rolled_back_resumes_exactly(tmp_path, place):
+def test_run_that_has_rolled_back_resumes_exactly(tmp_path, straights, place):
     """What was left out before the kill is left out behind it, and nothing else."""
     options = {"model": {"bad": 5}, "safe": {"on_nonfinite": "rollback"}, "save_every": 1}
-    harness.assert_exact(train, tmp_path, place, **options)
+    harness.assert_exact(train, tmp_path, place, straight=straights(**options), **options)
 
 
 def test_run_that_is_bad_everywhere_ends(tmp_path):
@@ -144,10 +144,10 @@ def stop(path, record, at):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", [Place("step", 5), Place("step", 6), Place("validation", 3), Place("write", 12)])
-def test_two_ranks_resume_exactly(tmp_path, place):
+def test_two_ranks_resume_exactly(tmp_path, straights, place):
     """With DDP over gloo both ranks go on with their own batches, which together are all of them, once."""
     options = {"strategy": "ddp", "devices": 2, "save_every": 1}
-    one, other = harness.assert_exact(train, tmp_path, place, ranks=2, **options)
+    one, other = harness.assert_exact(train, tmp_path, place, ranks=2, straight=straights(**options), **options)
     epochs = [
         sorted(index for step in steps_of(events)[: LENGTH // 2] for index in step["batch"])
         for events in (one.straight, other.straight)
@@ -157,9 +157,10 @@ def test_two_ranks_resume_exactly(tmp_path, place):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", [Place("step", 5), Place("validation", 3)])
-def test_sharded_model_resumes_exactly(tmp_path, place):
+def test_sharded_model_resumes_exactly(tmp_path, straights, place):
     """With FSDP2 each rank writes its shards, and the resumed run is the same run."""
-    harness.assert_exact(train, tmp_path, place, ranks=2, kind=Sharded, devices=2)
+    base = straights(kind="sharded")
+    harness.assert_exact(train, tmp_path, place, ranks=2, straight=base, kind=Sharded, devices=2)
 
 
 def test_two_ranks_see_each_sample_once(tmp_path):

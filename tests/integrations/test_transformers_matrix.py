@@ -9,7 +9,7 @@ from tests.integrations import harness
 
 pytest.importorskip("transformers", reason='needs the extra: pip install "safeckpt[transformers]"')
 
-from tests.integrations.transformers_runs import train, tune
+from tests.integrations.transformers_runs import train
 
 children.preload("tests.integrations.transformers_runs")
 
@@ -39,15 +39,6 @@ MODES = {
         "arguments": {"save_strategy": "epoch", "load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
     },
 }
-TUNED = {
-    "SFT": {},
-    "SFT with LoRA": {"lora": True},
-    "DPO": {"kind": "dpo"},
-    "DPO, reference follows": {
-        "kind": "dpo", "arguments": {"sync_ref_model": True, "ref_model_sync_steps": 3},
-    },
-    "DPO with LoRA": {"kind": "dpo", "lora": True},
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", harness.mostly_slow(PLACES))
@@ -80,15 +71,6 @@ def test_resume_of_two_ranks_is_the_same_run(tmp_path, straights, name, fsdp):
     ]
     assert sorted(first) == list(range(2 * harness.LENGTH * harness.BATCH_SIZE))
     assert fsdp == any(file.is_dir() for file in (tmp_path / "run" / "checkpoints").glob("step-*"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["middle of an epoch", "last batch"])
-@pytest.mark.parametrize("mode", TUNED)
-def test_resume_of_trainers_of_trl_is_the_same_run(tmp_path, straights, name, mode):
-    """Also with adapters, and with a reference model that follows the trained one."""
-    pytest.importorskip("trl", reason="needs trl")
-    harness.assert_exact(tune, tmp_path, PLACES[name], straight=straights(tuned=mode), **TUNED[mode])
 
 
 @pytest.mark.slow

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 
 import numpy as np
 import torch
-import transformers
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from transformers import (
     EarlyStoppingCallback,
+    GPT2Config,
+    GPT2LMHeadModel,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -85,18 +87,18 @@ def without_index(kind):
 
 def transformer():
     """Return a tiny transformer that is made, not downloaded."""
-    configuration = transformers.GPT2Config(
+    configuration = GPT2Config(
         vocab_size=50, n_positions=16, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0
     )
-    return without_index(transformers.GPT2LMHeadModel)(configuration)
+    return without_index(GPT2LMHeadModel)(configuration)
 
 
 def translator():
     """Return a tiny encoder and decoder, which samples when it is evaluated."""
-    configuration = transformers.T5Config(
+    configuration = T5Config(
         vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0
     )
-    model = without_index(transformers.T5ForConditionalGeneration)(configuration)
+    model = without_index(T5ForConditionalGeneration)(configuration)
     model.generation_config.update(do_sample=True, max_length=8)
     return model
 
@@ -219,59 +221,3 @@ def folders_in(path):
     """Return the weights in each folder of the trainer's own."""
     files = sorted(path.glob("checkpoint-*/*.safetensors"))
     return {str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
-
-
-def vocabulary():
-    """Return a tokenizer of a few words that is made, not downloaded."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(40))]
-    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, "<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
-
-
-def words_of(index, count):
-    return " ".join(f"w{(index * 7 + number * 3) % 40}" for number in range(count))
-
-
-def tune(path, record, *, kind="sft", arguments=None, lora=False, **options):
-    """Train with a trainer of TRL."""
-    import peft
-    import trl
-    from datasets import Dataset
-
-    kinds = {
-        "sft": (trl.SFTTrainer, trl.SFTConfig, {"max_length": 16}),
-        "dpo": (trl.DPOTrainer, trl.DPOConfig, {"max_length": 16, "disable_dropout": False}),
-    }
-    trainer_kind, kind_of_arguments, own = kinds[kind]
-    arguments = arguments_of(kind_of_arguments, path, record, own | {"bf16": False} | (arguments or {}))
-    arguments.remove_unused_columns = True
-    count = harness.LENGTH * harness.BATCH_SIZE
-    if kind == "sft":
-        rows = [{"text": words_of(index, 5 + index % 4)} for index in range(count)]
-    else:
-        rows = [
-            {"prompt": words_of(index, 3), "chosen": words_of(index + 1, 4), "rejected": words_of(index + 2, 5)}
-            for index in range(count)
-        ]
-    data = Dataset.from_list(rows)
-    torch.manual_seed(0)
-    model = transformer()
-    more = {"ref_model": copy.deepcopy(model)} if kind == "dpo" and not lora else {}
-    if lora:
-        more["peft_config"] = peft.LoraConfig(r=4, lora_dropout=0.1, target_modules=["c_attn"])
-    trainer = recorded(trainer_kind, record)(
-        model,
-        args=arguments,
-        train_dataset=data,
-        eval_dataset=data,
-        processing_class=vocabulary(),
-        callbacks=[Calls(record)],
-        **more,
-    )
-    np.random.seed(0)
-    finish(trainer, path, record, **options)
