@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import errno
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -27,6 +28,7 @@ _MISSING = (
     'mirror= and URLs need the package {package}: pip install "safeckpt[cloud]"{more}. '
     "Checkpoints in a directory need neither."
 )
+_S3 = ("s3://", "s3a://")
 _SCHEMES = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "file")
 
 
@@ -111,7 +113,7 @@ class _ObstoreClient:
         more: dict[str, Any] = {"mkdir": True}
         if not mirror.url.startswith("file:"):
             more = {
-                "config": dict(mirror.options) or None,
+                "config": _store_options(mirror) or None,
                 "client_options": {"timeout": "60s", "connect_timeout": "10s", **mirror.client_options},
                 "retry_config": {
                     "max_retries": 3,
@@ -139,9 +141,10 @@ class _ObstoreClient:
         except (self._obstore.exceptions.BaseError, OSError, ValueError) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise  # of a local file that is being uploaded
-            failure = MirrorUnreachableError(
-                url=self.url, what=what, reason=scrubbed(str(error), self._mirror.options) or type(error).__name__
-            )
+            reason = scrubbed(str(error), self._mirror.options) or type(error).__name__
+            if "builder error" in reason:  # all that its HTTP client says of an address that it does not take
+                reason += '. An endpoint of http:// needs client_options={"allow_http": True}'
+            failure = MirrorUnreachableError(url=self.url, what=what, reason=reason)
         raise failure
 
     def listing(self, prefix: str = "") -> list[Stored]:
@@ -199,7 +202,7 @@ class _ObstoreClient:
     def abort_stale(self, prefix: str) -> int:
         """See `Client`: only S3 keeps and bills them for good, and only boto3 can name them."""
         bucket, _, path = self._mirror.url.partition("://")[2].partition("/")
-        if not self._mirror.url.startswith(("s3://", "s3a://")):
+        if not self._mirror.url.startswith(_S3):
             return 0
         try:
             import boto3  # noqa: PLC0415 - an extra of an extra
@@ -214,6 +217,19 @@ class _ObstoreClient:
         except (BotoCoreError, ClientError, ValueError):
             return 0  # what they cost is little, and the next one that takes over tries again
         return len(found)
+
+
+def _store_options(mirror: Mirror) -> dict[str, Any]:
+    """Return the options of a store, with payloads that S3's signature leaves out where they go through TLS.
+
+    Their SHA-256 is as much work as all the rest of an upload, and says what TLS says; AWS's own tools leave it out as
+    well. Without `allow_http` obstore takes no other way than TLS.
+    """
+    options = dict(mirror.options)
+    given = {name.lower().removeprefix("aws_") for name in (*options, *mirror.client_options, *os.environ)}
+    if mirror.url.startswith(_S3) and not given & {"unsigned_payload", "allow_http"}:
+        options["unsigned_payload"] = "true"
+    return options
 
 
 def _boto_options(options: Any) -> dict[str, Any]:

@@ -283,6 +283,42 @@ def test_secrets_are_in_no_error_of_a_store_that_refuses(tmp_path: Path) -> None
     assert "?" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("url", "options", "client_options", "environment", "expected"),
+    [
+        ("s3://bucket/run", {}, {}, {}, "true"),
+        ("s3://bucket/run", {}, {"allow_http": True}, {}, None),
+        ("s3://bucket/run", {}, {}, {"AWS_ALLOW_HTTP": "true"}, None),
+        ("s3://bucket/run", {"AWS_UNSIGNED_PAYLOAD": "false"}, {}, {}, "false"),
+        ("gs://bucket/run", {}, {}, {}, None),
+    ],
+)
+def test_payload_is_left_out_of_the_signature_where_tls_covers_it(  # noqa: PLR0917 - pytest passes them by name
+    url: str,
+    options: dict[str, Any],
+    client_options: dict[str, Any],
+    environment: dict[str, str],
+    expected: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of S3 alone, and not where plain HTTP is possible, or where the user has said what he wants."""
+    servers.need("obstore")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    client: Any = open_client(Mirror(url, options=options, client_options=client_options))
+    config = {name.lower().removeprefix("aws_"): value for name, value in client._store.config.items()}
+    assert config.get("unsigned_payload") == expected
+
+
+def test_http_that_was_not_allowed_says_what_to_pass(tmp_path: Path) -> None:
+    """obstore's own words for it are "builder error"."""
+    servers.need("obstore")
+    mirror = Mirror("s3://bucket/run", options={**servers.KEYS, "endpoint": "http://127.0.0.1:9"})
+    with manager_of(tmp_path, Marked(), mirror=mirror, save_on_exit=False) as manager:
+        with pytest.raises(safeckpt.MirrorUnreachableError, match=r'client_options=\{"allow_http": True\}'):
+            manager.restore()
+
+
 def _open_without_obstore(path: Path) -> None:
     sys.modules["obstore"] = None  # type: ignore[assignment]
     safeckpt.CheckpointManager(path, {"counters": {"n": 0}}, mirror="s3://bucket/run")
