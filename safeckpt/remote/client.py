@@ -112,9 +112,15 @@ class _ObstoreClient:
         self._mirror = mirror
         more: dict[str, Any] = {"mkdir": True}
         if not mirror.url.startswith("file:"):
+            client_options = {
+                "timeout": "60s",
+                "connect_timeout": "10s",
+                "allow_http": os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("true", "1"),  # not read by obstore
+                **mirror.client_options,
+            }
             more = {
-                "config": _store_options(mirror) or None,
-                "client_options": {"timeout": "60s", "connect_timeout": "10s", **mirror.client_options},
+                "config": _store_options(mirror, uses_tls=not client_options["allow_http"]) or None,
+                "client_options": client_options,
                 "retry_config": {
                     "max_retries": 3,
                     "retry_timeout": dt.timedelta(seconds=60),
@@ -143,7 +149,7 @@ class _ObstoreClient:
                 raise  # of a local file that is being uploaded
             reason = scrubbed(str(error), self._mirror.options) or type(error).__name__
             if "builder error" in reason:  # all that its HTTP client says of an address that it does not take
-                reason += '. An endpoint of http:// needs client_options={"allow_http": True}'
+                reason += '. A plain http:// endpoint needs AWS_ALLOW_HTTP=true, or client_options={"allow_http": True}'
             failure = MirrorUnreachableError(url=self.url, what=what, reason=reason)
         raise failure
 
@@ -219,15 +225,14 @@ class _ObstoreClient:
         return len(found)
 
 
-def _store_options(mirror: Mirror) -> dict[str, Any]:
+def _store_options(mirror: Mirror, *, uses_tls: bool) -> dict[str, Any]:
     """Return the options of a store, with payloads that S3's signature leaves out where they go through TLS.
 
-    Their SHA-256 is as much work as all the rest of an upload, and says what TLS says; AWS's own tools leave it out as
-    well. Without `allow_http` obstore takes no other way than TLS.
+    Their SHA-256 is as much work as all the rest of an upload, and says what TLS says: AWS's own tools leave it out.
     """
     options = dict(mirror.options)
-    given = {name.lower().removeprefix("aws_") for name in (*options, *mirror.client_options, *os.environ)}
-    if mirror.url.startswith(_S3) and not given & {"unsigned_payload", "allow_http"}:
+    given = {name.lower().removeprefix("aws_") for name in (*options, *os.environ)}
+    if uses_tls and mirror.url.startswith(_S3) and "unsigned_payload" not in given:
         options["unsigned_payload"] = "true"
     return options
 
