@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -34,7 +36,8 @@ from benchmarks.workloads import Training
 
 _PART = 8 << 20
 _CHECKED = "checked on the way, fenced, history sent"
-_CLIENT = {"allow_http": True}
+_NETWORK_BYTES_PER_SECOND = 100 * MB
+_ALONE_SECONDS = 3.0
 _numbers = itertools.count()
 
 
@@ -46,18 +49,23 @@ def run(options: Options) -> Iterator[Report]:
         yield Report("mirror", "left out: obstore is not installed", {})
         return
     for size_mb in options.sizes_mb:
-        with TemporaryDirectory(dir=options.disk) as name, s3_server.running() as store:
-            bench = _Bench(Path(name), store, size_mb)
+        with TemporaryDirectory(dir=options.disk) as name, s3_server.running() as server:
+            bench = _Bench(Path(name), server, size_mb)
             yield bench.upload(options)
             yield bench.restore(options)
-        with TemporaryDirectory(dir=options.disk) as name, s3_server.running(nice=19) as store:
-            yield _Bench(Path(name), store, size_mb).training(options)
+        with (
+            TemporaryDirectory(dir=options.disk) as name,
+            s3_server.running(sink_bytes_per_second=_NETWORK_BYTES_PER_SECOND) as server,
+        ):
+            yield _Bench(Path(name), server, size_mb).training(options)
+        with TemporaryDirectory(dir=options.disk) as name, s3_server.running(sink_bytes_per_second=math.inf) as server:
+            yield _Bench(Path(name), server, size_mb).cost(options)
 
 
 class _Bench:
-    def __init__(self, path: Path, store: dict[str, Any], size_mb: float) -> None:
+    def __init__(self, path: Path, server: s3_server.Server, size_mb: float) -> None:
         self.path = path
-        self.store = store
+        self.server = server
         training = Training(size_mb)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -66,25 +74,28 @@ class _Bench:
         self.size = self.file.stat().st_size
 
     def mirror(self, **more: Any) -> safeckpt.Mirror:
-        return safeckpt.Mirror(f"s3://bench/{next(_numbers)}", options=self.store, client_options=_CLIENT, **more)
+        return safeckpt.Mirror(
+            f"s3://bench/{next(_numbers)}",
+            options=self.server.options,
+            client_options=self.server.client_options,
+            **more,
+        )
 
     def _plain(self) -> Any:
         import obstore
 
         url = f"s3://bench/{next(_numbers)}"
-        return obstore.store.from_url(url, config=self.store, client_options=_CLIENT)
+        return obstore.store.from_url(url, config=self.server.options, client_options=self.server.client_options)
 
     # -- up ----------------------------------------------------------------------------------------------------------
 
     def upload(self, options: Options) -> Report:
-        import obstore
-
         plain = self._plain()
         ours = self._manager(self.mirror())
         rates: list[Contestant] = [
             Contestant(
                 "obstore.put of the file",
-                lambda: obstore.put(plain, "x", self.file, chunk_size=_PART, max_concurrency=4),
+                lambda: self._put(plain),
                 LIMIT,
             ),
             Contestant("mirror=, until it is durable", lambda: self._send(ours), _CHECKED, close=ours.close),
@@ -98,9 +109,14 @@ class _Bench:
         names = [one.name for one in rates]
         report.target("upload rate / plain obstore.put", report.ratio(names[0], names[1]), 0.9, at_least=True)
         with TemporaryDirectory(dir=options.disk) as name:
-            found = fresh("mirror:peak_of", size_mb=self.size / MB, directory=name, store=self.store)
+            found = fresh("mirror:peak_of", size_mb=self.size / MB, directory=name, server=self.server)
         report.target("memory above the live objects while it goes up", round(found["peak"] / MB, 1), 64, unit="MB")
         return report
+
+    def _put(self, store: Any) -> None:
+        import obstore
+
+        obstore.put(store, "x", self.file, chunk_size=_PART, max_concurrency=4)
 
     def _manager(self, mirror: safeckpt.Mirror) -> safeckpt.CheckpointManager:
         with warnings.catch_warnings():
@@ -132,10 +148,10 @@ class _Bench:
             return
         s3 = boto3.client(
             "s3",
-            endpoint_url=self.store["endpoint"],
-            aws_access_key_id=self.store["access_key_id"],
-            aws_secret_access_key=self.store["secret_access_key"],
-            region_name=self.store["region"],
+            endpoint_url=self.server.options["endpoint"],
+            aws_access_key_id=self.server.options["access_key_id"],
+            aws_secret_access_key=self.server.options["secret_access_key"],
+            region_name=self.server.options["region"],
         )
         yield Contestant("boto3 upload_file", lambda: s3.upload_file(str(self.file), "bench", "boto"))
 
@@ -154,7 +170,7 @@ class _Bench:
             url = f"s3://bench/dcp-{next(_numbers)}"
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                writer = FsspecWriter(url, config=self.store, client_options=_CLIENT)
+                writer = FsspecWriter(url, config=self.server.options, client_options=self.server.client_options)
                 dcp.save(state, storage_writer=writer, no_dist=True)
 
         from obstore.fsspec import register
@@ -215,47 +231,95 @@ class _Bench:
         manager.mirror.committed(1, rank=0, size=1)
         manager.mirror.wait(600)
 
-    # -- training meanwhile ------------------------------------------------------------------------------------------
+    # -- beside training ---------------------------------------------------------------------------------------------
+
+    def cost(self, options: Options) -> Report:
+        """Count the CPU of this process for an upload over TLS, while it does nothing else."""
+        plain, ours = self._plain(), self._manager(self.mirror())
+        names = ["obstore.put of the file", "mirror=, until it is durable"]
+        contestants = [
+            Contestant(names[0], lambda: _cpu_seconds(lambda: self._put(plain)), LIMIT),
+            Contestant(names[1], lambda: _cpu_seconds(lambda: self._send(ours)), _CHECKED, close=ours.close),
+        ]
+        rows = race(contestants, options.repeats)
+        for row in rows.values():
+            row.extra["s/GB"] = row.median / self.size * 1e9
+        report = Report("mirror", f"CPU seconds for {self.size / MB:.0f} MB that go up over TLS", rows)
+        report.target("CPU / plain obstore.put", report.ratio(names[1], names[0]), 1)
+        return report
 
     def training(self, options: Options) -> Report:
-        """Time steps of one thread, alone and while a checkpoint goes up; the server is niced."""
+        """Time steps of one thread, alone and while a checkpoint goes up over TLS at the rate of a network."""
         torch.set_num_threads(1)
-        weight = torch.randn(512, 512)
-
-        def steps(until: Callable[[], bool]) -> float:
-            done, began = 0, time.perf_counter()
-            while not until() or done < 20:
-                for _ in range(8):
-                    torch.mm(weight, weight)
-                done += 1
-            return (time.perf_counter() - began) / done
-
         manager = self._manager(self.mirror())
-        end = [0.0]
-
-        def alone() -> float:
-            end[0] = time.perf_counter() + 2
-            return steps(lambda: time.perf_counter() > end[0])
-
-        def meanwhile() -> float:
-            thread = threading.Thread(target=self._send, args=(manager,))
-            thread.start()
-            try:
-                return steps(lambda: not thread.is_alive())
-            finally:
-                thread.join()
-
-        names = ["steps alone", "steps while a checkpoint goes up"]
-        rows = race([Contestant(names[0], alone), Contestant(names[1], meanwhile)], options.repeats)
-        report = Report("mirror", f"training while {self.size / MB:.0f} MB go up, server niced", rows)
-        report.target("slowdown", report.ratio(names[1], names[0]), 1.02)
+        kinds = {"large": _large_step(), "small": _small_step()}
+        contestants = []
+        for kind, step in kinds.items():
+            contestants += [
+                Contestant(f"{kind} steps alone", partial(_seconds_alone, step)),
+                Contestant(f"{kind} steps while it goes up", partial(self._seconds_meanwhile, step, manager)),
+            ]
+        rows = race(contestants, options.repeats)
+        rate = f"{_NETWORK_BYTES_PER_SECOND / MB:.0f} MB/s"
+        report = Report("mirror", f"training while {self.size / MB:.0f} MB go up at {rate}", rows)
+        for kind in kinds:
+            slowdown = report.ratio(f"{kind} steps while it goes up", f"{kind} steps alone")
+            report.target(f"slowdown of {kind} steps", slowdown, 1.02)
         manager.close()
         return report
 
+    def _seconds_meanwhile(self, step: Callable[[], object], manager: safeckpt.CheckpointManager) -> float:
+        thread = threading.Thread(target=self._send, args=(manager,))
+        thread.start()
+        try:
+            return _seconds_a_step(step, thread.is_alive)
+        finally:
+            thread.join()
 
-def peak_of(size_mb: float, directory: str, store: dict[str, Any]) -> dict[str, float]:
+
+def _seconds_alone(step: Callable[[], object]) -> float:
+    end = time.perf_counter() + _ALONE_SECONDS
+    return _seconds_a_step(step, lambda: time.perf_counter() < end)
+
+
+def _seconds_a_step(step: Callable[[], object], goes_on: Callable[[], bool]) -> float:
+    done, began = 0, time.perf_counter()
+    while goes_on():
+        step()
+        done += 1
+    return (time.perf_counter() - began) / done
+
+
+def _large_step() -> Callable[[], object]:
+    """Return a step that computes for long without the interpreter."""
+    weight = torch.randn(1024, 1024)
+    return lambda: torch.mm(weight, weight)
+
+
+def _small_step() -> Callable[[], object]:
+    """Return a step of many small operations, each of which the interpreter starts."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    inputs = torch.randn(32, 64)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def _cpu_seconds(work: Callable[[], object]) -> float:
+    """Return how long all threads of this process computed meanwhile."""
+    began = time.process_time()
+    work()
+    return time.process_time() - began
+
+
+def peak_of(size_mb: float, directory: str, server: list[Any]) -> dict[str, float]:
     """Send a checkpoint in this process, which has to be a fresh one, and return the peak above what was there."""
-    bench = _Bench(Path(directory), store, size_mb)
+    bench = _Bench(Path(directory), s3_server.Server(*server), size_mb)
     manager = bench._manager(bench.mirror())
     before = resident_bytes()
     forget_peak()
