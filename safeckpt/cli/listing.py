@@ -51,13 +51,13 @@ def list_directories(screen: Screen, paths: Sequence[str], selection: Selection)
         return 0
     total = size(sum(row.get("size_bytes", 0) for row in rows))
     if len(found) == 1:
-        screen.line(found[0].place)
+        screen.line(from_here(found[0].place))
     of = f" of {len(every)}" if selection.conditions else ""
     several = f" in {len(found)} directories" if len(found) > 1 else ""
     screen.line(f"{len(rows)}{of} checkpoint(s){several}, {total}")
     if rows:
         _print_rows(screen, rows, selection, with_directory=len(found) > 1)
-        where = found[0].place if len(found) == 1 else "DIRECTORY..."
+        where = from_here(found[0].place) if len(found) == 1 else "DIRECTORY..."
         screen.line(f"Name, size and structure were checked; `safeckpt verify {where}` reads every byte.")
     if unknown:
         names = ", ".join(f"step {row['step']} ({row['reason']})" for row in unknown)
@@ -85,7 +85,7 @@ def _print_rows(screen: Screen, rows: Sequence[dict[str, Any]], selection: Selec
     if with_directory:
         columns.insert(0, "directory")
         cells = [[from_here(row["directory"]), *one] for row, one in zip(rows, cells, strict=True)]
-    screen.table(columns, cells, right=("step", "size", "loss"))
+    screen.table(columns, cells, right=("step", "size", "loss"), whole=("saved (UTC)",))
 
 
 def _rows(catalog: Catalog | RemoteCatalog, steps: Iterable[int], place: str) -> list[dict[str, Any]]:
@@ -185,7 +185,8 @@ def show_log(screen: Screen, path: str, last: int | None) -> int:
     if not events:
         screen.line(f"{path} has no history.")
         return 0
-    screen.table(("time (UTC)", "event", "step", "details"), [_event(event) for event in events], right=("step",))
+    columns = ("time (UTC)", "event", "step", "details")
+    screen.table(columns, [_event(event) for event in events], right=("step",), whole=columns[:2])
     return 0
 
 

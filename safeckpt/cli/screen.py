@@ -12,8 +12,9 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
@@ -27,6 +28,7 @@ __all__ = ["BAD", "GOOD", "Cell", "Screen", "error_line", "write", "write_json"]
 GOOD, BAD = "green", "red"  # colours, on a terminal only and not with NO_COLOR; no meaning is in the colour alone
 
 Cell = str | tuple[str, str]
+Side = Literal["left", "right"]
 
 
 class Screen:
@@ -38,7 +40,7 @@ class Screen:
 
     def __init__(self, *, as_json: bool) -> None:
         self.as_json = as_json
-        self._out = Console(highlight=False, soft_wrap=False)
+        self._out = Console(highlight=False)
         self._errors = Console(stderr=True, highlight=False)
 
     def json(self, value: Any) -> None:
@@ -46,29 +48,48 @@ class Screen:
         write_json(json.dumps(_plain(value), indent=2, ensure_ascii=False))
 
     def line(self, text: str = "", style: str | None = None) -> None:
-        """Print a line; it is wrapped at the width of the terminal, 80 columns without a terminal."""
-        self._out.print(Text(printable(text), style or ""))
+        """Print a line; on a terminal it is wrapped at its width."""
+        _print(self._out, Text(printable(text), style or ""))
 
     def verdict(self, text: str, *, good: bool) -> None:
         """Print a text of several lines as it is, its first line in the colour of good or bad news."""
         first, newline, rest = printable(text).partition("\n")
         self._out.print(Text.assemble((first, GOOD if good else BAD), newline, rest), soft_wrap=True)
 
-    def table(self, columns: Sequence[str], rows: Sequence[Sequence[Cell]], *, right: Sequence[str] = ()) -> None:
-        """Print rows under headings; what does not fit is folded, never cut.
+    def table(
+        self,
+        columns: Sequence[str],
+        rows: Sequence[Sequence[Cell]],
+        *,
+        right: Sequence[str] = (),
+        whole: Sequence[str] = (),
+    ) -> None:
+        """Print rows under headings: a line each for a program, and on a terminal folded where it is narrow, never cut.
 
         Args:
             columns: The headings.
             rows: Their texts, or pairs of text and colour.
             right: Headings of columns of numbers.
+            whole: Headings of columns that, as those of numbers, are folded only where there is no room for them.
         """
+        cells = [[_text(cell) for cell in row] for row in rows]
+        texts = [[*columns], *([cell.plain for cell in row] for row in cells)]
+        widths = [max(map(cell_len, column)) for column in zip(*texts, strict=True)]
+        sides: list[Side] = ["right" if column in right else "left" for column in columns]
+        if not self._out.is_terminal:
+            for line in texts:
+                aligned = (_aligned(*one) for one in zip(line, widths, sides, strict=True))
+                sys.stdout.write("  ".join(aligned).rstrip() + "\n")
+            return
         from rich.table import Table  # noqa: PLC0415 - a quarter of the time that a command takes
 
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-        for column in columns:
-            table.add_column(column, justify="right" if column in right else "left", overflow="fold")
-        for row in rows:
-            table.add_row(*(_text(cell) for cell in row))
+        rigid = [column in right or column in whole for column in columns]
+        has_room = sum(width + 2 for width, one in zip(widths, rigid, strict=True) if one) < 0.8 * self._out.width
+        for column, side, one in zip(columns, sides, rigid, strict=True):
+            table.add_column(column, justify=side, overflow="fold", no_wrap=one and has_room)
+        for row in cells:
+            table.add_row(*row)
         self._out.print(table)
 
     @contextmanager
@@ -99,12 +120,21 @@ class Screen:
         """Print warnings as one line each on standard error, without the place in the code."""
 
         def show(message: Warning | str, *_: object, **__: object) -> None:
-            self._errors.print(Text(printable(f"warning: {message}"), "yellow"))
+            _print(self._errors, Text(printable(f"warning: {message}"), "yellow"))
 
         with warnings.catch_warnings():
             warnings.simplefilter("default")
             warnings.showwarning = show
             yield
+
+
+def _print(console: Console, text: Text) -> None:
+    console.print(text, soft_wrap=not console.is_terminal)
+
+
+def _aligned(text: str, width: int, side: Side) -> str:
+    room = " " * (width - cell_len(text))
+    return room + text if side == "right" else text + room
 
 
 def _text(cell: Cell) -> Text:
