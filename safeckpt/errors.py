@@ -13,7 +13,7 @@
     |  `- WritingProcessError       (+ RuntimeError)         .exit_code
     |- LoadError                                            no object was changed
     |  |- CheckpointNotFoundError   (+ FileNotFoundError)    .directory .step .available_steps
-    |  |- DamagedCheckpointError    (+ RuntimeError)         .reason .record
+    |  |- DamagedCheckpointError    (+ RuntimeError)         .reason .record .tensors
     |  |- FormatVersionError        (+ RuntimeError)         .found .supported
     |  |- UntrustedTypeError        (+ pickle.UnpicklingError) .type_name
     |  `- NoGoodCheckpointError                             .rejected: ((path, reason), ...)
@@ -447,11 +447,23 @@ class DamagedCheckpointError(LoadError, RuntimeError):
     Attributes:
         reason: The contradiction that was found, as one clause.
         record: Name of the damaged record, or region of the file; None when unknown.
+        tensors: Dotted names of the tensors in the damaged records, such as `optimizer.state.0.exp_avg`; empty when
+            unknown, or when it is something else.
     """
 
-    def __init__(self, *, path: object, reason: str, record: str | None = None, next_step: str | None = None) -> None:
-        where = f" (in {record})" if record else ""
-        earlier = "load an earlier checkpoint; CheckpointManager.restore() finds the newest good one by itself."
+    def __init__(
+        self,
+        *,
+        path: object,
+        reason: str,
+        record: str | None = None,
+        tensors: Sequence[str] = (),
+        next_step: str | None = None,
+    ) -> None:
+        where = f" (in {record})" if record and record not in reason else ""
+        earlier = (
+            "take an earlier checkpoint of that run; CheckpointManager.restore() finds the newest good one by itself."
+        )
         super().__init__(
             f"{path} is {'damaged' if next_step is None else 'no checkpoint'}: {reason}{where}.",
             _UNREAD,
@@ -460,6 +472,7 @@ class DamagedCheckpointError(LoadError, RuntimeError):
         )
         self.reason = reason
         self.record = record
+        self.tensors = tuple(tensors)
 
 
 class FormatVersionError(LoadError, RuntimeError):

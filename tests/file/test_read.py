@@ -361,7 +361,10 @@ def archive_of(name):
     [
         ("empty", lambda: b""),
         ("zeros", lambda: bytes(10_000)),
-        ("no torch file", lambda: b"hello, world\n" * 10),
+        ("a text, no torch file", lambda: b"hello, world\n" * 10),
+        ("picture", lambda: b"\x89PNG\r\n\x1a\n" + bytes(100)),
+        ("picture", lambda: b"\xff\xd8\xff\xe0" + bytes(100)),
+        ("PDF", lambda: b"%PDF-1.7\n" + bytes(100)),
         ("no torch file", lambda: b"\x00\x01\x02"),
         ("before 1.6", legacy),
         ("tar archive", tar),
@@ -379,6 +382,14 @@ def archive_of(name):
 def test_what_is_no_checkpoint_is_named_for_what_it_is(reason, make):
     """The reason says what the file is, or what has become of it."""
     assert reason in reason_of(make())
+
+
+@pytest.mark.parametrize("data", [b"\x89PNG" + bytes(99), b"hello\n" * 30, b"\x00\x01\x02", archive_of("a.txt")])
+def test_file_that_never_was_a_checkpoint_is_not_called_damaged(data):
+    """What to do fits both a slip of the hand and a file whose ends are overwritten."""
+    with pytest.raises(DamagedCheckpointError, match="is no checkpoint: it is") as caught:
+        verify(io.BytesIO(data))
+    assert "Next: name another file; if this one was a checkpoint, take an earlier one." in str(caught.value)
 
 
 def test_torchscript_archive_is_named(tmp_path):

@@ -29,10 +29,12 @@ from safeckpt.file.archive import (
     LOCATOR64_SIGNATURE,
     Entry,
 )
-from safeckpt.file.reading.foreign import describe_foreign
+from safeckpt.file.reading.foreign import NAME_ANOTHER, describe_foreign
 from safeckpt.file.trailer import MAGIC, TRAILER_BYTES, Trailer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from safeckpt.file.reading.source import Source
 
 __all__ = ["Archive", "check_local_headers", "read_archive", "read_trailer"]
@@ -72,9 +74,9 @@ class Archive(NamedTuple):
         """Return the data of a record."""
         return self.source.read(entry.data_offset, entry.size)
 
-    def damaged(self, reason: str, record: str | None = None) -> DamagedCheckpointError:
+    def damaged(self, reason: str, record: str | None = None, *, tensors: Sequence[str] = ()) -> DamagedCheckpointError:
         """Return the error for this file."""
-        return DamagedCheckpointError(path=self.source.path, reason=reason, record=record)
+        return DamagedCheckpointError(path=self.source.path, reason=reason, record=record, tensors=tensors)
 
 
 def read_trailer(source: Source) -> Trailer | None:
@@ -224,7 +226,8 @@ def _wide(source: Source, name: str, extra: bytes, values: tuple[int, int, int])
 
 def _check_names(source: Source, entries: list[Entry]) -> str:
     if not any(entry.name.endswith(b"/data.pkl") for entry in entries):
-        raise _damaged(source, "it is a zip archive, but no torch file: there is no data.pkl in it")
+        reason = "it is a zip archive, but no torch file: there is no data.pkl in it"
+        raise DamagedCheckpointError(path=source.path, reason=reason, record=_DIRECTORY, next_step=NAME_ANOTHER)
     folders = set()
     seen = set()
     for entry in entries:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from safeckpt.errors import listed
 from safeckpt.file import archive
+from safeckpt.file.reading.record_names import tensors_in
 
 if TYPE_CHECKING:
     from safeckpt.errors import DamagedCheckpointError
@@ -34,8 +35,10 @@ def check_records(file: Archive) -> None:
 
 
 def _damaged_record(file: Archive, bad: list[Entry]) -> DamagedCheckpointError:
-    names = [file.short_name(entry) for entry in bad]
-    return file.damaged(f"the bytes of {listed(names)} are not those that were written", names[0])
+    records = [file.short_name(entry) for entry in bad]
+    tensors = tensors_in(file, records)
+    what = listed(tensors or records)
+    return file.damaged(f"the bytes of {what} are not those that were written", records[0], tensors=tensors)
 
 
 def find_damage(file: Archive) -> DamagedCheckpointError:

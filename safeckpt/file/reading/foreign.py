@@ -12,11 +12,13 @@ from safeckpt.file.trailer import MAGIC, TRAILER_BYTES
 if TYPE_CHECKING:
     from safeckpt.file.reading.source import Source
 
-__all__ = ["describe_foreign"]
+__all__ = ["NAME_ANOTHER", "describe_foreign"]
 
 _LONGEST_COMMENT: Final = 0xFFFF
 _HEAD_BYTES: Final = 512
+NAME_ANOTHER: Final = "name another file; if this one was a checkpoint, take an earlier one"
 _CONVERT: Final = "load it with torch.load and save it again"
+_TEXT: Final = frozenset(bytes(range(32, 127)) + b"\t\n\r\f")
 _KINDS: Final = (
     # The legacy format: the magic number, pickled.
     (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", "it is in the format of torch before 1.6", _CONVERT),
@@ -25,6 +27,9 @@ _KINDS: Final = (
     (b"\x89HDF", "it is an HDF5 file", "read it with h5py"),
     (b"\x93NUMPY", "it is a NumPy file", "load it with numpy.load"),
     (b"GGUF", "it is a GGUF file", "load the weights that it was made from"),
+    (b"\x89PNG", "it is a picture (PNG)", NAME_ANOTHER),
+    (b"\xff\xd8\xff", "it is a picture (JPEG)", NAME_ANOTHER),
+    (b"%PDF", "it is a PDF document", NAME_ANOTHER),
     (b"version https://git-lfs", "it is a pointer of Git LFS, not the file itself", "fetch the file with git lfs pull"),
 )
 
@@ -54,7 +59,8 @@ def _describe(source: Source) -> tuple[str, str | None]:
     text = head.lstrip().lower()
     if text.startswith((b"<!doctype html", b"<html", b"<?xml")):
         return "it is a web page, perhaps the error message of a download", "download the file again"
-    return "it is no torch file", None
+    what = "a text, no torch file" if head.isascii() and not set(head) - _TEXT else "no torch file"
+    return f"it is {what}", NAME_ANOTHER
 
 
 def _describe_cut_zip(source: Source) -> str:
