@@ -76,9 +76,10 @@ def command(capsys: pytest.CaptureFixture[str]) -> Command:
     return Command(capsys)
 
 
-def flip(path: Path) -> None:
+def flip(path: Path, tensor: torch.Tensor | None = None) -> None:
+    """Flip a bit of a file, of a tensor in it where one is given."""
     data = bytearray(path.read_bytes())
-    data[3000] ^= 1
+    data[3000 if tensor is None else data.index(tensor.numpy().tobytes())] ^= 1
     path.write_bytes(data)
 
 
@@ -169,10 +170,10 @@ def test_show_folds_a_long_list_of_tensors(command: Command, tmp_path: Path) -> 
 
 
 def test_damaged_file_is_shown_as_the_error_it_is(command: Command, directory: Path) -> None:
-    """The three parts of the message come out, no traceback, exit code 1."""
+    """The three parts of the message come out, no traceback, exit code 2: its contents are not known."""
     flip(directory / NAMES[2])
     code, out, err = command("show", directory / NAMES[2])
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert "is damaged" in err
     assert "Still safe:" in err
     assert "Next:" in err
@@ -444,11 +445,116 @@ def test_verify_finds_a_flipped_bit(command: Command, directory: Path) -> None:
     assert command("verify", directory / NAMES[0], directory / NAMES[1])[0] == 1
 
 
-def test_verify_of_nothing_is_no_success(command: Command, tmp_path: Path) -> None:
-    """A directory without checkpoints is an error: a check that checked nothing must not look good."""
-    code, _, err = command("verify", tmp_path)
+def test_damaged_tensor_is_named_by_every_command(command: Command, directory: Path) -> None:
+    """By the way to it in the file, as torch.load has it, beside the record."""
+    path = directory / NAMES[2]
+    flip(path, torch.load(path)["optimizer"]["state"][0]["exp_avg"])
+    name = "optimizer.state.0.exp_avg"
+    text = f"the bytes of {name} are not those that were written (in data/"
+    assert f"damaged: {text}" in command("verify", directory)[1]
+    (found,) = command.json("verify", path, code=1)
+    assert (found["tensors"], found["record"].partition("/")[0]) == ([name], "data")
+    for arguments in (
+        ("show", path), ("diff", path, path), ("extract", path, "model", "-o", "m.pt"), ("latest", directory),
+    ):  # fmt: skip
+        err = command(*arguments)[2]
+        assert text.partition(" (")[0] in err
+
+
+def test_picture_is_called_what_it_is(command: Command, tmp_path: Path) -> None:
+    """A slip of the hand gets no advice about damage, in any command that takes a file."""
+    path = tmp_path / "a.png"
+    path.write_bytes(b"\x89PNG\r\n" + bytes(60))
+    assert "no checkpoint: it is a picture (PNG)" in command("verify", path)[1]
+    for arguments in (
+        ("show", path), ("diff", path, path), ("extract", path, "model", "-o", tmp_path / "m.pt"),
+        ("import", path, tmp_path / "run", "--map", "model=m"),
+    ):  # fmt: skip
+        code, _, err = command(*arguments)
+        assert code == 2
+        assert "is no checkpoint: it is a picture (PNG)" in err
+        assert "Next: name another file" in err
+    assert names_in(tmp_path) == ["a.png"]
+
+
+def test_verify_of_nothing_is_no_success(command: Command, directory: Path, tmp_path: Path) -> None:
+    """A check that checked nothing must not look good, and does not keep the others from being checked."""
+    assert command.json("verify", tmp_path, code=1)[0]["good"] is False
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    code, out, _ = command("verify", empty, directory)
+    assert code == 1
+    assert "holds no checkpoint" in out
+    assert "3 of 3 good" in out
+
+
+def test_verify_of_the_newest_alone(command: Command, directory: Path) -> None:
+    """Whether the newest one is damaged is a question of its own: an older one that is does not answer it."""
+    flip(directory / NAMES[1])
+    assert command("verify", directory, "--last", 1)[0] == 0
+    assert [one["good"] for one in command.json("verify", directory, "--last", 2, code=1)] == [False, True]
+    flip(directory / NAMES[2])
+    assert command("verify", directory, "--last", 1)[0] == 1
+    assert command("latest", directory)[0] == 0
+    assert command("verify", directory, "--last", 0)[0] == 2
+
+
+# What a command says of: a directory without a checkpoint, one whose checkpoints are all damaged, a path that is not
+# there. The first two of `diff` and `show` are a damaged file.
+CODES = {
+    "list": (0, 0, 2),
+    "log": (0, 0, 2),
+    "latest": (1, 1, 2),
+    "best": (1, 1, 2),
+    "plot": (1, 0, 2),
+    "verify": (1, 1, 2),
+    "prune": (0, 0, 2),
+    "show": (2, 2, 2),
+    "diff": (2, 2, 2),
+    "extract": (2, 2, 2),
+    "import": (2, 2, 2),
+}
+MORE = {
+    "best": ("accuracy",), "prune": ("--keep-last", 1, "--dry-run"), "extract": ("model", "-o", "x.pt"),
+    "import": ("run", "--map", "model=model"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_exit_codes_are_those_of_the_table(
+    command: Command, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """0: yes. 1: the answer is no. 2: there is no answer, since what was asked for cannot be read or is not there."""
+    if name == "plot":
+        pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for file in NAMES:
+        flip(directory / file)
+    file = directory / NAMES[0]
+    found = []
+    for place in (empty, directory, tmp_path / "nowhere"):
+        of_files = {"show": (file,), "extract": (file,), "import": (file,), "diff": (file, file)}
+        paths = of_files.get(name, (place,)) if place.exists() else (place,) * (2 if name == "diff" else 1)
+        for as_json in ((), ("--json",)):
+            code, out, err = command(name, *paths, *MORE.get(name, ()), *as_json)
+            assert out if code == 0 or (as_json and code == 1) else out + err, (name, place)
+            if as_json and code < 2:
+                json.loads(out)
+            found.append(code)
+    assert found == [code for code in CODES[name] for _ in range(2)]
+    assert "Exit code 1" in command(name, "--help")[1] or 1 not in CODES[name]
+    assert not (tmp_path / "x.pt").exists()
+
+
+def test_path_that_is_not_there_is_told_from_those_that_are(command: Command, directory: Path) -> None:
+    """The steps of a directory, or a name that is nearly the same; nothing where nothing is near."""
+    code, _, err = command("show", directory / "step-00000005.pt")
     assert code == 2
-    assert "holds no checkpoint" in err
+    assert f"{directory} has step 6, 4, 2; `safeckpt list {directory}`" in " ".join(err.split())
+    assert f"There is {directory}." in " ".join(command("list", directory.with_name("rum"))[2].split())
+    assert "There is" not in command("list", directory.with_name("entirely else"))[2]
 
 
 @pytest.mark.parametrize("words", [["verify"], ["show"], ["extract", "-o", "x.pt"]], ids=lambda words: words[0])

@@ -21,8 +21,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments, without the program's name; None for those of this process.
 
     Returns:
-        0: done, and the answer is good. 1: the answer is no: not exact, damaged, different. 2: it could not be
-        done: wrong usage, no such file, a directory that another process holds, a missing package.
+        0: done, and where something is asked the answer is yes. 1: the answer is no: no good checkpoint, not all of
+        them good, different, not exact, not safe. 2: there is no answer: wrong usage, no such file, a damaged file that
+        had to be read, a directory that another process holds, a missing package.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["demo"]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import io
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -12,7 +14,7 @@ from typing import Any
 import click
 
 from safeckpt.cli.screen import Screen, error_line, write, write_json
-from safeckpt.errors import DamagedCheckpointError, SafeckptError
+from safeckpt.errors import SafeckptError, listed
 from safeckpt.system.text import printable
 
 __all__ = ["run"]
@@ -20,9 +22,12 @@ __all__ = ["run"]
 _EPILOG = """\
 \b
 Exit codes:
-  0  done, and the answer is good
-  1  the answer is no: not exact, damaged, different, no checkpoint
-  2  it could not be done: usage, no such file, directory held, no package
+  0  done, and the answer is yes
+  1  the answer is no: no good checkpoint (latest, best, fetch), not all good
+     (verify), different (diff), not exact (prove), not safe (doctor),
+     nothing to draw (plot)
+  2  no answer: usage, no such file, a damaged file that had to be read,
+     a directory that is held, no package
 
 All commands work while a training run holds the directory, but for prune, fetch and import, which need it for
 themselves. A directory or a checkpoint may be the URL of one in an object store.
@@ -59,7 +64,24 @@ class _PathOrURL(click.Path):
     def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
         from safeckpt.remote.urls import is_url
 
-        return value if is_url(value) else super().convert(value, parameter, context)
+        if is_url(value):
+            return value
+        if not os.path.lexists(value):
+            self.fail(f"{value} does not exist.{_instead_of(Path(value))}", parameter, context)
+        return super().convert(value, parameter, context)
+
+
+def _instead_of(path: Path) -> str:
+    """Return what there is where a path was looked for, as a sentence; empty when it is nothing like it."""
+    from safeckpt.store import CheckpointDirectory
+
+    parent = path.parent
+    if not parent.is_dir():
+        return ""
+    if steps := CheckpointDirectory(parent).steps():
+        return f" {parent} has step {listed(steps[::-1])}; `safeckpt list {parent}` shows the names."
+    near = difflib.get_close_matches(path.name, [one.name for one in parent.iterdir()], n=3)
+    return f" There is {', '.join(str(parent / name) for name in near)}." if near else ""
 
 
 def _picture(_: click.Context, __: click.Parameter, path: str | None) -> str | None:
@@ -117,7 +139,7 @@ def run(arguments: Sequence[str]) -> int:
         return 2
     except SafeckptError as error:
         error_line("\n".join([str(error), *getattr(error, "__notes__", ())]))
-        return 1 if isinstance(error, DamagedCheckpointError) else 2
+        return 2
     except OSError as error:
         error_line(str(error) if error.filename is None else f"{error.filename}: {error.strerror}")
         return 2
@@ -186,15 +208,16 @@ def show(file: str, *, everything: bool, as_json: bool) -> int:
 
 @group.command(short_help="Check every byte of files and directories.")
 @click.argument("paths", nargs=-1, required=True, type=_PathOrURL(exists=True), metavar="PATH...")
+@click.option("--last", type=click.IntRange(min=1), help="Of a directory only the newest so many.")
 @_json
-def verify(paths: tuple[str, ...], *, as_json: bool) -> int:
+def verify(paths: tuple[str, ...], last: int | None, *, as_json: bool) -> int:
     """Check every byte of files, and of all checkpoints in directories.
 
-    Exit code 1 when one of them is not good.
+    Exit code 1 when one of them is not good, or a directory has none.
     """
     from safeckpt.cli.verification import verify_paths
 
-    return verify_paths(Screen(as_json=as_json), paths)
+    return verify_paths(Screen(as_json=as_json), paths, last)
 
 
 @group.command("diff", short_help="Compare two checkpoints, bit for bit.")
@@ -206,7 +229,7 @@ def diff_(a: str, b: str, *, everything: bool, as_json: bool) -> int:
     """Compare the checkpoints A and B, bit for bit.
 
     The largest change of a tensor is that of one element; relative is that change as a share of the largest element
-    of A. Exit code 1 when anything differs.
+    of A. Exit code 1 when anything differs, 2 when one of them is damaged.
     """
     from safeckpt.cli.changes import diff
 
@@ -219,7 +242,8 @@ def diff_(a: str, b: str, *, everything: bool, as_json: bool) -> int:
 def latest(directory: str, *, as_json: bool) -> int:
     """Print the path of the newest good checkpoint in DIRECTORY, every byte of it verified.
 
-    Exit code 1 when there is none.
+    A newer one that is not good is passed over with a warning: whether there is one, `verify --last 1` says. Exit code
+    1 when no checkpoint is good.
     """
     from safeckpt.cli.listing import print_latest
 
@@ -326,7 +350,8 @@ def prune_(
 def fetch_(url: str, directory: str, step: int | None, *, as_json: bool) -> int:
     """Bring the newest good checkpoint of a mirror at URL into DIRECTORY, every byte of it verified.
 
-    Takes the writer lock of DIRECTORY. A manager with mirror= does the same by itself when it restores.
+    Takes the writer lock of DIRECTORY. A manager with mirror= does the same by itself when it restores. Exit code 1
+    when there is none.
     """
     from safeckpt.cli.stores import fetch_one
     from safeckpt.remote.urls import is_url

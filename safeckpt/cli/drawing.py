@@ -49,6 +49,9 @@ def plot_runs(screen: Screen, places: Sequence[str], output: str | None) -> int:
     with screen.status("reading") as status:
         histories = [read_history(place) for place in places]
         shown = [one for one in histories if one.steps]
+        if not shown and screen.as_json:
+            screen.json({"path": None, "runs": [_counts(one) for one in histories]})
+            return 1
         if not shown:
             error_line(f"{', '.join(places)}: no history and no checkpoint, so there is nothing to draw.")
             return 1

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from safeckpt.cli.screen import Screen
+from safeckpt.cli.screen import Screen, error_line
 from safeckpt.errors import LoadError
 from safeckpt.remote import RemoteCheckpoint, fetch
 from safeckpt.run.catalog import Checkpoint, reason_of, score, warn_skipped
@@ -63,7 +63,11 @@ def fetch_one(screen: Screen, url: str, directory: str, step: int | None) -> int
             else:
                 screen.line(str(path))
             return 0
-    raise click.ClickException(f"{catalog.url} has no good checkpoint.")
+    if screen.as_json:
+        screen.json(None)
+    else:
+        error_line(f"{catalog.url} has no good checkpoint.")
+    return 1
 
 
 def _show(bar: Progress, done_bytes: int, _: int) -> None:

@@ -24,10 +24,17 @@ if TYPE_CHECKING:
 __all__ = ["refuse_shard", "size_of", "verified", "verify_paths"]
 
 
-def verify_paths(screen: Screen, paths: Sequence[str]) -> int:
-    """Check every byte of files, and of all checkpoints in directories; return 1 when one is not good."""
-    files = [file for path in paths for file in (_remote_of(path) if is_url(path) else _files_of(Path(path)))]
-    results = []
+def verify_paths(screen: Screen, paths: Sequence[str], last: int | None) -> int:
+    """Check every byte of files, and of checkpoints in directories; return 1 when one is not good, or there is none.
+
+    Args:
+        screen: Where it is printed.
+        paths: Files, directories and URLs.
+        last: Of each directory only the newest so many.
+    """
+    found = {path: _remote_of(path, last) if is_url(path) else _files_of(Path(path), last) for path in paths}
+    files = [file for some in found.values() for file in some]
+    results = [_none_in(path) for path, some in found.items() if not some]
     with screen.progress(sum(map(size_of, files))) as progress:
         for file in files:
             progress.update(progress.task_ids[0], description=printable(file.name))
@@ -46,13 +53,13 @@ def verify_paths(screen: Screen, paths: Sequence[str]) -> int:
         ],
         right=("size",),
     )
-    screen.line(f"{len(results) - len(bad)} of {len(results)} good", BAD if bad else GOOD)
+    screen.line(f"{len(results) - len(bad)} of {len(files)} good", BAD if bad else GOOD)
     return 1 if bad else 0
 
 
-def _short(path: Path, asked: Sequence[str]) -> str:
+def _short(path: object, asked: Sequence[str]) -> str:
     """Return a file's name when one directory was asked for, else its path."""
-    return path.name if len(asked) == 1 and Path(asked[0]).is_dir() else str(path)
+    return Path(str(path)).name if len(asked) == 1 and Path(asked[0]).is_dir() else str(path)
 
 
 def refuse_shard(path: Path) -> None:
@@ -68,25 +75,23 @@ def refuse_shard(path: Path) -> None:
         )
 
 
-def _files_of(path: Path) -> list[Path]:
+def _files_of(path: Path, last: int | None) -> list[Path]:
+    """Return a checkpoint, or those of a directory; what was set aside is older than the newest ones."""
     refuse_shard(path)
     if not path.is_dir() or is_folder(path):
         return [path]
     files = CheckpointDirectory(path)
-    found = [files.path_of(step) for step in files.steps()] + [aside.path for aside in files.asides()]
-    if not found:
-        raise click.ClickException(f"{path} holds no checkpoint")
-    return found
+    if last is not None:
+        return [files.path_of(step) for step in files.steps()[-last:]]
+    return [*map(files.path_of, files.steps()), *(aside.path for aside in files.asides())]
 
 
-def _remote_of(url: str) -> list[Path]:
+def _remote_of(url: str, last: int | None) -> list[Path]:
     """Return the checkpoints that count below a URL, or the one that it names."""
     if names_checkpoint(url):
         return [cast("Path", RemotePath(url))]
     remote = RemoteCatalog(url)
-    if not remote.checkpoints:
-        raise click.ClickException(f"{remote.url} holds no checkpoint")
-    return [cast("Path", remote.path_of(step)) for step in remote.checkpoints]
+    return [cast("Path", remote.path_of(step)) for step in sorted(remote.checkpoints)[-(last or 0) :]]
 
 
 def size_of(path: Path) -> int:
@@ -114,14 +119,15 @@ def verified(file: Path, progress: Callable[[int, int], object] | None = None) -
     try:
         report = _verify(file, progress)
     except LoadError as error:
-        where = getattr(error, "record", None)
-        reason = f"DAMAGED: {reason_of(error)}" + (f" (in {where})" if where else "")
+        text = str(error).partition("\n")[0].removeprefix(f"{file} ").removeprefix("is ").removesuffix(".")
         return {
             "path": file,
             "good": False,
             "size_bytes": size_of(file),
-            "text": reason,
+            "text": text,
             "reason": reason_of(error),
+            "record": getattr(error, "record", None),
+            "tensors": list(getattr(error, "tensors", ())),
         }
     return {
         "path": file,
@@ -131,3 +137,8 @@ def verified(file: Path, progress: Callable[[int, int], object] | None = None) -
         "text": "every byte checked" if report.self_proving else "plain torch: only record CRCs checked",
         "reason": None,
     }
+
+
+def _none_in(path: str) -> dict[str, Any]:
+    """Return the result for a directory without checkpoints: a check that checked nothing must not look good."""
+    return {"path": path, "good": False, "size_bytes": 0, "text": "holds no checkpoint", "reason": "no checkpoint"}
