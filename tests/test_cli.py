@@ -685,8 +685,11 @@ def test_prune_keeps_multiples_and_the_best(command: Command, directory: Path) -
 def test_prune_never_trades_a_good_checkpoint_for_a_damaged_one(command: Command, directory: Path) -> None:
     """A damaged newest file does not count as kept, so the newest good one stays, and it is not deleted either."""
     flip(directory / NAMES[2])
+    out = command("prune", directory, "--keep-last", 1, "--dry-run")[1]
+    assert "To delete: step 2 (" in out
+    assert "Stays: step 4. Damaged, so that it stays and does not count: step 6." in out
     found = command.json("prune", directory, "--keep-last", 1)
-    assert found["deleted"] == [2]
+    assert (found["deleted"], found["stays"], found["damaged"]) == ([2], [4, 6], [6])
     assert [name for name in names_in(directory) if name.endswith(".pt")] == NAMES[1:]
 
 

@@ -1,24 +1,23 @@
-"""`list`, `latest`, `best`, `log`, `prune` and `fetch` for URLs. Needs no torch, but for sharded checkpoints."""
+"""`best` and `fetch` for URLs. Needs no torch, but for sharded checkpoints."""
 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from safeckpt.cli.screen import Screen, error_line
 from safeckpt.errors import LoadError
-from safeckpt.remote import RemoteCheckpoint, fetch
+from safeckpt.remote import fetch
 from safeckpt.run.catalog import Checkpoint, reason_of, score, warn_skipped
 from safeckpt.run.remote_catalog import RemoteCatalog
-from safeckpt.store import Best, CheckpointDirectory, Policy, WriterLock, to_prune
-from safeckpt.system.text import size
+from safeckpt.store import Best, CheckpointDirectory, WriterLock
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-__all__ = ["best_of", "fetch_one", "prune_store"]
+__all__ = ["best_of", "fetch_one"]
 
 
 def best_of(catalog: RemoteCatalog, best: Best) -> Checkpoint | None:
@@ -72,49 +71,3 @@ def fetch_one(screen: Screen, url: str, directory: str, step: int | None) -> int
 
 def _show(bar: Progress, done_bytes: int, _: int) -> None:
     bar.update(bar.task_ids[0], completed=done_bytes)
-
-
-def prune_store(screen: Screen, catalog: RemoteCatalog, policies: list[Policy], *, dry_run: bool, yes: bool) -> int:
-    """Delete the checkpoints below a URL that no rule keeps, after every one that stays was verified."""
-    found = catalog.checkpoints
-
-    def is_good(step: int) -> bool:
-        try:
-            catalog.verify(step)
-        except (LoadError, FileNotFoundError):
-            return False
-        return True
-
-    with screen.status(f"verifying what stays in {catalog.url}"):
-        doomed = to_prune(sorted(found), policies, is_good=is_good)
-    stays = [step for step in found if step not in doomed]
-    text = f"To delete: step {_steps(doomed)} ({size(_bytes(found, doomed))}). Stays: step {_steps(stays)}."
-    if doomed and not dry_run and not yes:
-        newest = catalog.view.newest
-        if newest is not None and newest.pid is not None:
-            screen.line(f"Last written to by pid {newest.pid} on {newest.host}, since {newest.since}.")
-        screen.line(text)
-        click.confirm("Delete?", abort=True)
-    deleted: list[int] = []
-    if not dry_run:
-        for step in doomed:  # first what makes it a checkpoint, so that a half of one never looks like one
-            one = found[step]
-            catalog.epochs.client.delete([one.key, *(key for key in one.objects if key != one.key)])
-            deleted.append(step)
-    if screen.as_json:
-        answer = {"dry_run": dry_run, "deleted": deleted, "would_delete": doomed, "stays": stays}
-        screen.json({"directory": catalog.url, **answer})
-    elif dry_run or not doomed:
-        screen.line(text if doomed else f"Nothing to delete. Stays: step {_steps(stays)}.")
-    else:
-        screen.line(f"Deleted {len(deleted)} checkpoint(s), {size(_bytes(found, deleted))}.")
-    return 0
-
-
-def _bytes(found: Any, steps: list[int]) -> int:
-    sizes: dict[int, RemoteCheckpoint] = dict(found)
-    return sum(sizes[step].size_bytes for step in steps)
-
-
-def _steps(steps: list[int]) -> str:
-    return ", ".join(map(str, steps)) or "none"
