@@ -660,11 +660,12 @@ class MirrorUnreachableError(MirrorError, ConnectionError):
         reason: What it or the way to it said.
     """
 
-    def __init__(self, *, url: str, what: str, reason: str, safe: str = "every checkpoint in the directory.") -> None:
+    def __init__(self, *, url: str, what: str, reason: str, safe: str = "every checkpoint on this machine.") -> None:
         super().__init__(
             f"{url} failed at {what.strip()}: {reason}",
             safe,
-            "look at the network, the credentials and the name of the bucket; the page on object stores has a list.",
+            "look at the network, the credentials and the name of the bucket, and try them with `safeckpt doctor URL`; "
+            "the settings of each store are on the page .readme/stores.md.",
             url=url,
         )
         self.errno = errno.EHOSTUNREACH

@@ -96,6 +96,30 @@ def open_client(mirror: Mirror) -> Client:
     return _FsspecClient(mirror)
 
 
+# Where a machine in a cloud is told its role. It is asked last: after the options and the environment.
+_ROLE_HOSTS = ("169.254.169.254", "metadata.google.internal")
+_CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+}
+
+
+def _reason_of(error: BaseException, mirror: Mirror) -> str:
+    """Return what a store's library says, without anything secret, and in words where that says nothing."""
+    text = scrubbed(str(error), mirror.options) or type(error).__name__
+    if "builder error" in text:  # all that its HTTP client says of an address that it does not take
+        return f'{text}. A plain http:// endpoint needs AWS_ALLOW_HTTP=true, or client_options={{"allow_http": True}}'
+    host = next((one for one in _ROLE_HOSTS if one in text), None)
+    if host is None:
+        return text
+    names = _CREDENTIALS.get(mirror.url[:2].lower(), "those of this store")
+    return (
+        f"no credentials were found: not in the environment ({names}), not in Mirror(options=...), and {host} gave "
+        "this machine no role"
+    )
+
+
 class _ObstoreClient:
     """S3, GCS, Azure and what speaks their languages, by obstore."""
 
@@ -147,10 +171,7 @@ class _ObstoreClient:
         except (self._obstore.exceptions.BaseError, OSError, ValueError) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise  # of a local file that is being uploaded
-            reason = scrubbed(str(error), self._mirror.options) or type(error).__name__
-            if "builder error" in reason:  # all that its HTTP client says of an address that it does not take
-                reason += '. A plain http:// endpoint needs AWS_ALLOW_HTTP=true, or client_options={"allow_http": True}'
-            failure = MirrorUnreachableError(url=self.url, what=what, reason=reason)
+            failure = MirrorUnreachableError(url=self.url, what=what, reason=_reason_of(error, self._mirror))
         raise failure
 
     def listing(self, prefix: str = "") -> list[Stored]:
