@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 import safeckpt
+from safeckpt.run.background import BackgroundWriter
 from safeckpt.run.restoring import Restorer
 from safeckpt.store import disk
 from tests.distributed import groups
@@ -237,6 +238,29 @@ def interrupt_on_rank_0(path: Path, kind: Kind) -> Any:
         with intercept(interrupt) if rank() == 0 else contextlib.nullcontext():
             found = outcome(lambda: manager.save(4))
         return found, outcome(lambda: manager.save(5)), latest(path)
+
+
+@scenario
+def interrupt_when_the_thread_has_begun(path: Path, kind: Kind) -> Any:
+    """Ctrl-C comes to rank 0 out of the start of its thread, which writes only when the save has surfaced it."""
+    run = Run(kind)
+    surfaced = threading.Event()
+    start = BackgroundWriter.start
+
+    def interrupted(self: BackgroundWriter, job: Callable[[], object], what: str) -> None:
+        def held() -> None:
+            assert surfaced.wait(60)
+            job()
+
+        start(self, held, what)
+        raise KeyboardInterrupt
+
+    with manager_of(run, path, async_save=True) as manager:
+        run.train(manager, 2)
+        with mock.patch.object(BackgroundWriter, "start", interrupted) if rank() == 0 else contextlib.nullcontext():
+            found = outcome(lambda: manager.save(3))
+        surfaced.set()
+        return found, outcome(manager.wait), latest(path)
 
 
 @scenario

@@ -26,7 +26,7 @@ ONLY: dict[Kind, tuple[str, ...]] = {
         "rename_that_is_seen_late",
         "different_calls",
     ),
-    "fsdp": ("disk_full_on_rank_1", "nan_between_guard_and_write"),
+    "fsdp": ("disk_full_on_rank_1", "nan_between_guard_and_write", "interrupt_when_the_thread_has_begun"),
 }
 
 
@@ -141,6 +141,13 @@ def test_full_disk_on_another_rank_raises_on_all(seen: list[dict[str, Any]]) -> 
         assert left == []
         assert again["error"] is None
         assert newest == 5
+
+
+def test_interrupt_of_a_save_whose_thread_has_begun_spares_what_it_writes(seen: list[dict[str, Any]]) -> None:
+    """Rank 0 gets its KeyboardInterrupt, and the checkpoint is written all the same."""
+    rows = of(seen, "interrupt_when_the_thread_has_begun")
+    assert [row[0]["error"] for row in rows] == ["KeyboardInterrupt", None]
+    assert [(row[1]["error"], row[2]) for row in rows] == [(None, 3), (None, 3)]
 
 
 def test_interrupt_of_one_rank_ends_the_save_on_all(seen: list[dict[str, Any]]) -> None:
