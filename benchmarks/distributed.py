@@ -208,7 +208,7 @@ def as_rank_zero(ranks: int, directory: str) -> dict[str, float]:
     from torch.distributed.tensor import DTensor, Shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from safeckpt.distributed import open_shards
+    from safeckpt.distributed.storage import ShardReader
     from safeckpt.file import CheckpointFolder, MappedFiles, open_checkpoint
 
     torch.distributed.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
@@ -226,7 +226,7 @@ def as_rank_zero(ranks: int, directory: str) -> dict[str, float]:
         _, index = file.load_mapped()
         mapped = MappedFiles(index)
         opened = time.perf_counter()
-        reader = open_shards(Path(directory), [name for name, *_ in file.shards()], file.verified, mapped)
+        reader = ShardReader(Path(directory), [name for name, *_ in file.shards()], file.verified, mapped)
         parts = reader.read(wanted)
         mapped.check_unchanged()
         reader.close()

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from safeckpt.distributed.comparison import Digests, Texts, both_digests, both_texts, texts_of
     from safeckpt.distributed.fingerprint import holds_same
     from safeckpt.distributed.group import Group, Section, group_of_this_process, in_group, lowest, rank_of_this_process
-    from safeckpt.distributed.plan_cache import PlanCache
+    from safeckpt.distributed.plans import Decision, Places, Plans, Proposals
     from safeckpt.distributed.rank_state import (
         compared_digests,
         digests_of,
@@ -31,10 +31,8 @@ if TYPE_CHECKING:
         as_local_shards,
         extract_shards,
         is_sharded,
-        open_shards,
         place_shards,
         with_placeholders,
-        write_shards,
     )
     from safeckpt.distributed.stages import Names, refuse_left_over, united
 else:
@@ -45,7 +43,10 @@ else:
             "Digests": "safeckpt.distributed.comparison",
             "Group": "safeckpt.distributed.group",
             "Names": "safeckpt.distributed.stages",
-            "PlanCache": "safeckpt.distributed.plan_cache",
+            "Decision": "safeckpt.distributed.plans",
+            "Places": "safeckpt.distributed.plans",
+            "Plans": "safeckpt.distributed.plans",
+            "Proposals": "safeckpt.distributed.plans",
             "Ranks": "safeckpt.distributed.ranks",
             "Section": "safeckpt.distributed.group",
             "ShardTensors": "safeckpt.distributed.shards",
@@ -64,7 +65,6 @@ else:
             "is_sharded": "safeckpt.distributed.shards",
             "layout_digests_of": "safeckpt.distributed.rank_state",
             "lowest": "safeckpt.distributed.group",
-            "open_shards": "safeckpt.distributed.shards",
             "pack_rank_state": "safeckpt.distributed.rank_state",
             "payload_of_rank": "safeckpt.distributed.rank_state",
             "place_shards": "safeckpt.distributed.shards",
@@ -80,15 +80,17 @@ else:
             "united": "safeckpt.distributed.stages",
             "with_placeholders": "safeckpt.distributed.shards",
             "with_world": "safeckpt.distributed.rank_state",
-            "write_shards": "safeckpt.distributed.shards",
         },
     )
 
 __all__ = [
+    "Decision",
     "Digests",
     "Group",
     "Names",
-    "PlanCache",
+    "Places",
+    "Plans",
+    "Proposals",
     "Ranks",
     "Section",
     "ShardTensors",
@@ -107,7 +109,6 @@ __all__ = [
     "is_sharded",
     "layout_digests_of",
     "lowest",
-    "open_shards",
     "pack_rank_state",
     "payload_of_rank",
     "place_shards",
@@ -123,5 +124,4 @@ __all__ = [
     "united",
     "with_placeholders",
     "with_world",
-    "write_shards",
 ]

@@ -71,14 +71,6 @@ class Group:
         """Whether this is the process that writes what is written once."""
         return self.rank == 0
 
-    @property
-    def process_group(self) -> Any:
-        """For the collectives of torch: a group for objects in host memory; None when there is one process only.
-
-        All ranks ask for it for the first time at the same place of the training loop.
-        """
-        return None
-
     @contextlib.contextmanager
     def section(
         self,

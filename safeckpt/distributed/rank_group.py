@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime as dt
 import logging
 import os
 import sys
@@ -17,14 +16,13 @@ from safeckpt.distributed.failures import Failure, error_of, failure_of
 from safeckpt.distributed.group import Group, Section, in_group, itself, lowest
 from safeckpt.distributed.links import NotMetError, meet
 from safeckpt.errors import GroupDestroyedError, RankLostError, SafeckptError, listed
-from safeckpt.system.torch_private import lazy_gloo, store_below
+from safeckpt.system.torch_private import store_below
 
 __all__ = ["RankGroup"]
 
 _log = logging.getLogger("safeckpt")
 
 _FRONT, _BACK = 0, 1  # channels of the training loop and of the thread that writes
-_ENGINE_TIMES = 10
 _meetings: dict[str, int] = {}  # how often ranks have met, by the name of their process group
 
 
@@ -53,7 +51,6 @@ class RankGroup(Group):
         self._process_group = process_group
         self._channel = _FRONT
         self._world = torch.distributed.group.WORLD
-        self._engine_group: list[Any] = []  # shared with the group for the background
         self._agreements = Agreements(self._meet(timeout_seconds), self.rank, self.size, timeout_seconds)
 
     def _meet(self, timeout_seconds: float) -> dict[int, Any]:
@@ -72,23 +69,6 @@ class RankGroup(Group):
                 reason=str(error).partition("\n")[0], late=bool(missing),
             ) from error  # fmt: skip
 
-    @property
-    def process_group(self) -> Any:
-        """See `Group`."""
-        if not self._engine_group:
-            with lazy_gloo():  # else each rank would connect to all others
-                # A rank is busy in a collective until the slowest has written its part.
-                timeout = dt.timedelta(seconds=_ENGINE_TIMES * self._agreements.timeout_seconds)
-                self._engine_group.append(
-                    torch.distributed.new_group(
-                        None if self._process_group is None else self._all_ranks(),
-                        backend="gloo",
-                        timeout=timeout,
-                        use_local_synchronization=self._process_group is not None,
-                    )
-                )
-        return self._engine_group[0]
-
     def _all_ranks(self) -> list[int]:
         """Return the ranks of the default process group that belong to this one."""
         return torch.distributed.get_process_group_ranks(self._process_group or self._world)
@@ -105,7 +85,6 @@ class RankGroup(Group):
     def close(self) -> None:
         """See `Group`: connections, descriptors and threads."""
         self._agreements.close(is_failing=sys.exception() is not None)
-        self._forget_engine_group()
 
     def for_background(self) -> Group:
         """See `Group`."""
@@ -165,7 +144,6 @@ class RankGroup(Group):
             self._agreements.give_up("it was interrupted while it waited for the others")
             raise
         if isinstance(news, Lost):
-            self._forget_engine_group()
             if raised is not None and type(raised) is not RuntimeError:  # which a collective inside the part ended with
                 raise raised
             raise self._lost(side.what, news) from raised
@@ -179,11 +157,6 @@ class RankGroup(Group):
         if news.failure is not None:
             raise (error_of(side.what, news.failure) if decision is None else decision) from raised
         return news.result
-
-    def _forget_engine_group(self) -> None:
-        """Close this rank's connections of the engine's group, so that who waits for this rank there waits no more."""
-        if self._engine_group and self.current:
-            torch.distributed.destroy_process_group(self._engine_group.pop())
 
     def _lost(self, what: str, lost: Lost) -> RankLostError:
         return RankLostError(

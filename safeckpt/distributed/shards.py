@@ -8,18 +8,14 @@ component and the path in its state.
 
 from __future__ import annotations
 
-import contextlib
-import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from safeckpt.distributed.group import Group, in_group
-from safeckpt.distributed.plan_cache import PlanCache
+from safeckpt.distributed.group import in_group
 from safeckpt.errors import StateMismatchError, UnsavableStateError
-from safeckpt.file import SHARD_KEY, MappedFiles, Placeholder, ShardFile, Write, placeholder_of
+from safeckpt.file import SHARD_KEY, Placeholder, placeholder_of
 from safeckpt.state import RESERVED_KEY, Component
 from safeckpt.state.fsdp import reshard
 from safeckpt.state.random_streams import RngStreams
@@ -34,10 +30,8 @@ __all__ = [
     "as_local_shards",
     "extract_shards",
     "is_sharded",
-    "open_shards",
     "place_shards",
     "with_placeholders",
-    "write_shards",
 ]
 
 ShardTensors = dict[str, torch.Tensor]  # key to tensor
@@ -316,88 +310,3 @@ def _empty_like(live: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype
     if live is None or not hasattr(live, "to_local"):
         return torch.empty(shape, dtype=dtype, device="cpu")
     return with_local_part(live, torch.empty_like(local_part(live), dtype=dtype, device="cpu", requires_grad=False))
-
-
-def write_shards(
-    shards: ShardTensors,
-    place: Path,
-    group: Group,
-    write_inside: Callable[..., Any],
-    plans: PlanCache,
-    *,
-    write: Write,
-    finite: Mapping[str, str],
-    drifted: bool,
-) -> list[ShardFile]:
-    """Write the tensors of all ranks into a directory, and return what this rank has written.
-
-    Called by all ranks at once. Every file is on the disk when this returns.
-
-    Args:
-        shards: The tensors.
-        place: The directory.
-        group: The ranks.
-        write_inside: Writes a file into it durably, see `CheckpointDirectory.write_inside`.
-        plans: What was planned for the save before.
-        write: Writes the content of one.
-        finite: Key to name, for the tensors that the guard has found finite. They are looked at once more in what is
-            written.
-        drifted: Whether copies of a part differ: then all are taken from the lowest rank that has them, since a state
-            put together from several copies is nobody's. Otherwise the ranks share the work.
-
-    Raises:
-        NonFiniteError: One of `finite` on this rank holds NaN or Inf by now.
-
-    Cost:
-        Bytes of this rank's shards: one pass for digest and write, and one fsync.
-    """
-    from safeckpt.distributed.storage import CachingPlanner, ShardWriter  # noqa: PLC0415 - large, and only for shards
-
-    plans.use_for(group.process_group, drifted=drifted)
-    writer = ShardWriter(place, write_inside, plans, write, finite)
-    planner = CachingPlanner(plans, drifted=drifted)
-    try:
-        failures = _save(shards, group, storage_writer=writer, planner=planner)
-    except BaseException:
-        plans.clear()
-        raise
-    if failures:
-        plans.clear()
-    if group.rank in failures:
-        raise failures[group.rank]
-    return writer.written  # when another rank has failed, the agreement that follows says which, and why
-
-
-def open_shards(place: Path, names: Collection[str], verified: Mapping[str, Any], mapped: MappedFiles) -> ShardReader:
-    """Return what reads the tensors of a directory; to be closed. See `ShardReader`."""
-    from safeckpt.distributed.storage import ShardReader  # noqa: PLC0415 - large, and only for shards
-
-    return ShardReader(place, names, verified, mapped)
-
-
-def _save(shards: ShardTensors, group: Group, **options: Any) -> dict[int, BaseException]:
-    """Have the engine save, and return the errors of the ranks on which that failed, the same on every rank."""
-    from torch.distributed import checkpoint as engine  # noqa: PLC0415
-    from torch.distributed.checkpoint.api import CheckpointException  # noqa: PLC0415
-
-    # By component, as a script of one's own would have it. The engine joins the two names again, and takes a while for
-    # every key at the top.
-    parts: dict[str, ShardTensors] = {}
-    for key, tensor in shards.items():
-        component, _, name = key.partition(".")
-        parts.setdefault(component, {})[name] = tensor
-    process_group = group.process_group
-    alone = process_group is None
-    with contextlib.ExitStack() as stack, torch.device("cpu"):  # the messages of the engine, too, are made there
-        if (
-            alone
-        ):  # the engine warns that there is no group; filters are of all threads, so they are left alone otherwise
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")
-        try:
-            engine.save(  # type: ignore[attr-defined]  # it is in its documentation
-                parts, process_group=process_group, no_dist=alone, **options
-            )
-        except CheckpointException as error:  # a BaseException
-            return {rank: failure for rank, (failure, _) in error.failures.items()}
-    return {}

@@ -11,16 +11,14 @@ Imported only where there are shards, since the engine is large.
 from __future__ import annotations
 
 import math
-import pickle
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
 import torch
-from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_load_plan
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -30,11 +28,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
+from torch.distributed.checkpoint.planner import ReadItem, SavePlanner, WriteItem
 
-from safeckpt.distributed.plan_cache import PlanCache
+from safeckpt.distributed.plans import Places, Plans, planner_of
 from safeckpt.errors import DamagedCheckpointError
 from safeckpt.file import (
     METADATA,
@@ -46,15 +42,14 @@ from safeckpt.file import (
     Write,
     encode,
     prepare,
-    shard_of_bytes,
     unpickle_metadata,
 )
 from safeckpt.state.tree import local_part
 from safeckpt.system.torch_private import metadata_classes
 
-__all__ = ["CachingPlanner", "ShardReader", "ShardWriter", "WriteInside"]
+__all__ = ["ShardReader", "write_shards"]
 
-WriteInside = Callable[..., Any]  # `CheckpointDirectory.write_inside`
+WriteInside = Callable[..., Any]
 
 _PlaceInFile, _MemoryFormat = metadata_classes()
 
@@ -68,143 +63,55 @@ _TYPES: dict[tuple[str, str], Any] = {
 }  # fmt: skip
 
 
-class ShardWriter(FileSystemWriter):
-    """Writes this rank's parts into one file; rank 0's also the engine's metadata.
+def write_shards(
+    shards: Mapping[str, torch.Tensor],
+    rank_state: Mapping[str, torch.Tensor],
+    target: Path,
+    write_inside: WriteInside,
+    plans: Plans,
+    *,
+    write: Write,
+    finite: Mapping[str, str],
+) -> tuple[list[ShardFile], Places]:
+    """Write what this rank writes of some tensors into one file, durably; a rank that has nothing writes none.
 
     Args:
-        place: The directory.
-        write_inside: Writes a file into it durably.
-        plans: What was planned and written the time before.
+        shards: The tensors that this rank has proposed to write.
+        rank_state: What it writes beside them, by key.
+        target: The file.
+        write_inside: Writes a file into a directory durably, see `CheckpointDirectory.write_inside`.
+        plans: What was decided.
         write: Writes the content of one.
-        finite: Key to name, for the tensors that the guard has found finite.
+        finite: Key to name, for the tensors that the guard has found finite. They are looked at once more in what is
+            written.
 
-    Attributes:
-        written: The files that this rank has written.
+    Returns:
+        The file, and what rank 0 has to know of it.
+
+    Raises:
+        NonFiniteError: One of `finite` holds NaN or Inf by now.
+
+    Cost:
+        Bytes of this rank's part: one pass for digest and write, and one fsync.
     """
-
-    def __init__(
-        self, place: Path, write_inside: WriteInside, plans: PlanCache, write: Write, finite: Mapping[str, str]
-    ) -> None:
-        super().__init__(place)
-        self._finite = finite
-        self._write = write
-        self._place = place
-        self._write_inside = write_inside
-        self._plans = plans
-        self.written: list[ShardFile] = []
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan as it is; the directory was made by who commits it."""
-        return plan
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the parts of a plan; a rank that has none writes no file.
-
-        Raises:
-            NonFiniteError: A tensor that was finite when the save began holds NaN or Inf by now.
-        """
-        name = f"{plan.storage_data.prefix}0.distcp"  # `__0_` of rank 0, as the engine has planned it
-        # Laid out before anything is written, so that a full disk can be told how much was needed.
-        parts = [self._prepare(_tensor_of(planner, item), item.index.fqn) for item in plan.items]
-        results = []
-        if parts:
-            joined = JoinedFile(parts)
-            written = self._write_inside(
-                self._place / name, lambda f: self._write(joined, f, None), size_bytes=joined.size_bytes
-            )
-            self.written.append((name, written.size_bytes, written.digest))
-            results = [
-                WriteResult(item.index, part.size_bytes, _PlaceInFile(name, offset, part.size_bytes))
-                for item, part, offset in zip(plan.items, parts, written.offsets, strict=True)
-            ]
-        # Rank 0 has what it was told the last time: thousands of ranks would tell it the same again.
-        news = [] if results == self._plans.results else results
-        self._plans.results = results
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(news)
-        return future
-
-    def _prepare(self, tensor: torch.Tensor, key: str) -> PreparedFile:
-        finite = [(self._finite[key], tensor)] if key in self._finite else []
-        return prepare(encode(tensor), trailer=False, finite=finite)
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the engine's metadata; on the coordinating rank, when all have written.
-
-        Args:
-            metadata: Not used, see `CachingPlanner.create_global_plan`.
-            results: What each rank has written elsewhere than the time before.
-        """
-        plans = self._plans
-        assert plans.metadata is not None
-        if plans.document is None or any(results):
-            metadata = plans.metadata
-            plans.places.update((one.index, one.storage_data) for some in results for one in some)
-            metadata.storage_data = plans.places
-            metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)  # as the engine does, since 2.11
-            metadata.storage_meta = StorageMeta()  # not the temporary name of the directory
-            plans.document = pickle.dumps(metadata)
-        data = plans.document
-
-        def write(f: BinaryIO) -> None:
-            f.write(data)
-
-        self._write_inside(self._place / METADATA, write, size_bytes=len(data))
-        self.written.append(shard_of_bytes(METADATA, data))
+    planner = planner_of({**shards, **rank_state})
+    beside = planner_of(rank_state).create_local_plan()
+    plan = plans.own_part()
+    plan = replace(plan, items=plan.items + beside.items, planner_data={**plan.planner_data, **beside.planner_data})
+    if not plan.items:
+        return [], []
+    # Laid out before anything is written, so that a full disk can be told how much was needed.
+    parts = [_prepared(_tensor_of(planner, item), item.index.fqn, finite) for item in plan.items]
+    joined = JoinedFile(parts)
+    written = write_inside(target, lambda f: write(joined, f, None), size_bytes=joined.size_bytes)
+    places = [
+        _PlaceInFile(target.name, offset, part.size_bytes) for part, offset in zip(parts, written.offsets, strict=True)
+    ]
+    return [(target.name, written.size_bytes, written.digest)], plans.note_places(plan, places)
 
 
-class CachingPlanner(DefaultSavePlanner):
-    """The engine's planner, which plans nothing when the save before had the same to plan.
-
-    The engine has a cache of its own (`enable_plan_caching`). It is one for all managers of a process, keyed by the
-    name of the planner's class and never emptied; after a save that failed on some ranks only, it relies on plans that
-    a rank does not have.
-
-    Args:
-        plans: What was planned before, by this very policy.
-        drifted: Whether copies of a part differ; then all are taken from the lowest rank.
-    """
-
-    def __init__(self, plans: PlanCache, *, drifted: bool) -> None:
-        super().__init__(dedup_save_to_lowest_rank=drifted)
-        self._plans = plans
-        self._proposal: SavePlan | None = None
-
-    def create_local_plan(self) -> SavePlan:
-        """Return what this rank would write; an unusable plan where that is what it was the time before."""
-        self._proposal = super().create_local_plan()
-        known = self._plans.decided is not None and self._plans.proposed == self._proposal
-        return SavePlan([], usable=False) if known else self._proposal
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Decide for all ranks, or that all do as the time before.
-
-        Returns:
-            A plan for each rank, and metadata that says nothing: the engine sends it to all ranks, and none needs it.
-        """
-        plans = self._plans
-        nothing = Metadata({})
-        if plans.metadata is not None and not any(plan.usable for plan in all_plans):
-            return all_plans, nothing
-        if plans.proposals:
-            all_plans = [
-                plan if plan.usable else before for plan, before in zip(all_plans, plans.proposals, strict=True)
-            ]
-        if not all(plan.usable for plan in all_plans):
-            raise RuntimeError(
-                "a rank goes by a plan that rank 0 no longer has"
-            )  # all forget theirs: the next save can
-        decided, metadata = super().create_global_plan(all_plans)
-        plans.proposals, plans.metadata, plans.places, plans.document = all_plans, metadata, {}, None
-        return decided, nothing
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Return what this rank writes."""
-        plans = self._plans
-        if new_plan.usable:
-            plans.proposed, plans.decided, plans.results = self._proposal, new_plan, None
-        assert plans.decided is not None
-        return super().finish_plan(plans.decided)
+def _prepared(tensor: torch.Tensor, key: str, finite: Mapping[str, str]) -> PreparedFile:
+    return prepare(encode(tensor), trailer=False, finite=[(finite[key], tensor)] if key in finite else [])
 
 
 def _tensor_of(planner: SavePlanner, item: WriteItem) -> torch.Tensor:

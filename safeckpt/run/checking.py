@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from safeckpt.distributed import Names, as_local_shards, in_group, open_shards, payload_of_rank, place_shards
+from safeckpt.distributed import Names, as_local_shards, in_group, payload_of_rank, place_shards
 from safeckpt.errors import DamagedCheckpointError, LoadError
 from safeckpt.file import CheckpointFolder, MappedFiles
 from safeckpt.run.catalog import Bad, Checkpoint, Gone, OpenCheckpoint, fault_of
@@ -101,7 +101,9 @@ def check_step(run: Run, step: int, wanted: Wanted, opened: contextlib.ExitStack
         payload, index = file.load_mapped()
         mapped = MappedFiles(index)
         if isinstance(file, CheckpointFolder):
-            reader = open_shards(Path(file.path), [name for name, *_ in file.shards()], file.verified, mapped)
+            from safeckpt.distributed.storage import ShardReader  # noqa: PLC0415 - large, and only for shards
+
+            reader = ShardReader(Path(file.path), [name for name, *_ in file.shards()], file.verified, mapped)
             opened.callback(reader.close)
     except (LoadError, OSError) as error:
         return fault_of(error, is_named=is_named)

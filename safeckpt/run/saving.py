@@ -2,15 +2,15 @@
 
 With several processes each of these is a section that all ranks pass, or none does::
 
-    capturing -> [comparing what differs] -> [verifying older] -> [making ready] -> writing and committing -> [sending]
+    capturing -> [comparing what differs] -> [verifying older] -> writing and committing -> [sending]
 
 Where it is written in the background, training waits until the older ones are verified, and copies; what follows is::
 
     comparing copies -> writing and committing -> [sending]
 
-What is in brackets happens only when it is needed: [making ready] before shards are written, where the ranks meet in
-the engine as well. The newest step saved again is compared with its checkpoint and described anew, and nothing else is
-written.
+What is in brackets happens only when it is needed. Between two of them no rank waits for another: one that fails tells
+the others at the end of the one it is in. The newest step saved again is compared with its checkpoint and described
+anew, and nothing else is written.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 import torch
 
 from safeckpt.distributed import (
+    Decision,
     Digests,
     Group,
-    PlanCache,
+    Plans,
+    Proposals,
     Texts,
     both_digests,
     both_texts,
@@ -96,15 +98,18 @@ class _RankAnswer(NamedTuple):
         checkpoint: As the lowest rank has it.
         is_sharded: Whether it is a directory.
         digests: What they are compared by.
+        proposals: Which rank could write which shards, where that has changed.
     """
 
     checkpoint: Checkpoint
     is_sharded: bool
     digests: Digests
+    proposals: Proposals
 
 
 def _both_answers(one: _RankAnswer, other: _RankAnswer) -> _RankAnswer:
-    return one._replace(digests=both_digests(one.digests, other.digests))
+    proposals = {**one.proposals, **other.proposals}
+    return one._replace(digests=both_digests(one.digests, other.digests), proposals=proposals)
 
 
 class _Entered(NamedTuple):
@@ -129,6 +134,7 @@ class _Summary(NamedTuple):
         hold_parts: Whether the ranks hold different tensors instead of copies.
         own_gradients: Whether the ranks have different gradients.
         stages: The first rank of each stage of a model; rank 0 alone where all ranks hold the same.
+        decision: Which rank writes which shards; None where all do as the time before.
         is_again: Whether the newest checkpoint is of this step.
         entered: The directory, taken for the save; None where that waits for something.
     """
@@ -139,8 +145,9 @@ class _Summary(NamedTuple):
     hold_parts: bool
     own_gradients: bool
     stages: list[int]
-    is_again: bool
-    entered: _Entered | None
+    decision: Decision | None
+    is_again: bool = False
+    entered: _Entered | None = None
 
 
 class _Copied(NamedTuple):
@@ -204,7 +211,7 @@ class Saver:
         self._pruning = pruning
         self._process = _writing_process() if async_save == "process" else None
         write: Write = write_here if self._process is None else self._process.write
-        self._output = Output(run.directory, run.components, write, progress, PlanCache())
+        self._output = Output(run.directory, run.components, write, progress, Plans())
         self._staging = Staging(shared=self._process is not None) if async_save else None
         self._is_checked = False
         self._is_warm = False
@@ -264,6 +271,7 @@ class Saver:
             run.directory.add_event("waited", step, reason="the save before is still being written")
         self.wait()
         self.tell_drift()
+        self._output.plans.use_for(group)
         what = f"saving step {step}"
         try:
             draft, summary = self._capture(what, step, loss, metrics, refusal)
@@ -273,8 +281,6 @@ class Saver:
             try:
                 self._verify_older(group, what, entered.unread)
                 self._is_checked = True  # the state was encoded, and the directory taken
-                if draft.is_sharded:
-                    group.process_group  # noqa: B018 - formed here, in the training loop
                 if self._staging is None:
                     return self._write(group, what, draft, summary, entered.place)
                 return self._copy(what, draft, summary, entered.place, began)
@@ -282,8 +288,11 @@ class Saver:
                 if not self._background.busy:  # or what writes there drops it
                     run.directory.drop(entered.place)
                 raise
-        except REFUSALS as error:
-            self.note_refusal(error)
+        except BaseException as error:
+            if not self._background.busy:  # or what writes there does it
+                self._output.plans.clear()
+            if isinstance(error, REFUSALS):
+                self.note_refusal(error)
             raise
 
     # -- what is saved -----------------------------------------------------------------------------------------------
@@ -295,10 +304,16 @@ class Saver:
         group = self._run.group
         with group.section(what, _both_answers, self._summarize_and_enter) as section:
             draft = self._draft_of_rank(step, loss, metrics, refusal)
-            digests = compared_digests(group.rank, draft.digests)
-            section.answer = _RankAnswer(draft.checkpoint, draft.is_sharded, digests)
+            section.answer = self._answer(group, draft, proposes=self._staging is None)
+        self._output.plans.follow(section.result.decision, group.rank)
         checkpoint = dataclasses.replace(section.result.checkpoint, path=draft.checkpoint.path)
         return draft._replace(checkpoint=checkpoint), section.result
+
+    def _answer(self, group: Group, draft: Draft, *, proposes: bool) -> _RankAnswer:
+        """Return what the other ranks have to know of what this one has captured."""
+        proposals = self._output.plans.propose(draft.shards, group.rank) if draft.is_sharded and proposes else {}
+        digests = compared_digests(group.rank, draft.digests)
+        return _RankAnswer(draft.checkpoint, draft.is_sharded, digests, proposals)
 
     def _draft_of_rank(
         self, step: int, loss: Any, metrics: Mapping[str, Any] | None, refusal: BaseException | None
@@ -315,21 +330,28 @@ class Saver:
 
     def _summarize_and_enter(self, captured: _RankAnswer) -> _Summary:
         """Sum up what all ranks have captured, and take the directory where nothing speaks against that. On rank 0."""
-        found = captured.digests
-        summary = _Summary(
-            captured.checkpoint,
-            dict(found.first),
-            found.drifted(),
-            hold_parts=ranks_hold_parts(found),
-            own_gradients=have_own_gradients(found),
-            stages=first_of_stages(found),
-            is_again=self._is_newest(captured.checkpoint.step),
-            entered=None,
-        )
+        step = captured.checkpoint.step
+        summary = self._summarize(captured, decides=self._staging is None)._replace(is_again=self._is_newest(step))
         is_in_doubt = summary.hold_parts or (summary.drifted and self._run.membership.ranks.on_drift != "ignore")
         if summary.is_again or is_in_doubt:
             return summary
-        return summary._replace(entered=self._enter(captured.checkpoint.step, is_sharded=captured.is_sharded))
+        return summary._replace(entered=self._enter(step, is_sharded=captured.is_sharded))
+
+    def _summarize(self, captured: _RankAnswer, *, decides: bool) -> _Summary:
+        """Say how what the ranks have compares, and decide which of them writes which shards. On rank 0."""
+        found = captured.digests
+        drifted, hold_parts, decision = found.drifted(), ranks_hold_parts(found), None
+        if decides and captured.is_sharded and not hold_parts:
+            decision = self._output.plans.decide(captured.proposals, self._run.group.size, drifted=bool(drifted))
+        return _Summary(
+            captured.checkpoint,
+            dict(found.first),
+            drifted,
+            hold_parts,
+            own_gradients=have_own_gradients(found),
+            stages=first_of_stages(found),
+            decision=decision,
+        )
 
     def _is_newest(self, step: int) -> bool:
         """Return whether a step is the one saved last, and its checkpoint is there still. On rank 0."""
@@ -482,31 +504,30 @@ class Saver:
     def _write_in_background(self, group: Group, what: str, summary: _Summary, copied: _Copied) -> None:
         draft, place = copied.draft, copied.place
         try:
-            if group.size > 1:
-                draft, summary = self._compare_copies(group, what, summary, copied)
+            if group.size > 1 or draft.is_sharded:
+                draft, summary = self._compare_copies(group, what, copied)
             self._write(group, what, draft, summary, place)
         except BaseException:
             self._memory = None
+            self._output.plans.clear()
             self._run.directory.drop(place)
             self._run.timeline.fail_save()
             raise
         finally:
             self._note_seconds(copied.began)
 
-    def _compare_copies(self, group: Group, what: str, summary: _Summary, copied: _Copied) -> tuple[Draft, _Summary]:
+    def _compare_copies(self, group: Group, what: str, copied: _Copied) -> tuple[Draft, _Summary]:
         """Compare what the ranks have copied; what differs is refused here, or told at the next save."""
-
-        def decide(found: Digests) -> _Summary:
-            return summary._replace(
-                digests=dict(found.first), drifted=found.drifted(), own_gradients=have_own_gradients(found)
-            )
-
-        with group.section(f"{what}: comparing copies", both_digests, decide) as section:
+        decide = functools.partial(self._summarize, decides=True)
+        with group.section(f"{what}: comparing copies", _both_answers, decide) as section:
             if copied.failure is not None:
                 raise copied.failure
             self._run.directory.see(copied.place)
-            draft = copied.draft._replace(digests=digests_of(copied.draft.captured))
-            section.answer = compared_digests(group.rank, draft.digests)
+            draft = copied.draft
+            if group.size > 1:
+                draft = draft._replace(digests=digests_of(draft.captured))
+            section.answer = self._answer(group, draft, proposes=True)
+        self._output.plans.follow(section.result.decision, group.rank)
         summary = section.result
         if summary.drifted:
             self._memory = None  # of a rank whose copy is not the one that is saved
@@ -521,17 +542,11 @@ class Saver:
         checkpoint is there: otherwise they would not agree on when the next one is due.
         """
         run, step = self._run, draft.checkpoint.step
-        writer = writer_of(Job(draft, place, _world(group, summary), self._pruning.rules), self._output)
         late: list[BaseException] = []
-
-        def make_ready() -> None:
-            run.directory.see(place)
-            writer.ready(None if group.rank == 0 else rank_state_of(draft.captured, draft.digests, summary.digests))
 
         def commit_on_rank_zero(contributions: Contributions) -> _Written:
             run.directory.note_shared(place)
-            prepared = writer.prepare(contributions)
-            size_bytes = contributions.size_bytes + prepared.size_bytes
+            prepared, size_bytes = writer.prepare(contributions)
             checkpoint = dataclasses.replace(draft.checkpoint, size_bytes=size_bytes)
             try:
                 self._commit(writer, prepared, checkpoint)
@@ -541,15 +556,12 @@ class Saver:
                 late.append(error)
             return _Written(checkpoint, failed_late=bool(late))
 
-        makes_ready_first = draft.is_sharded and self._staging is None
-        if makes_ready_first:
-            with group.section(f"{what}: making ready"):
-                make_ready()
         with group.section(f"{what}: writing", both_contributions, commit_on_rank_zero) as section:
-            if not makes_ready_first:
-                make_ready()
+            run.directory.see(place)
+            writer = writer_of(Job(draft, place, _world(group, summary), self._pruning.rules), self._output)
+            own = None if group.is_rank_zero else rank_state_of(draft.captured, draft.digests, summary.digests)
             with self._capturer.refusing_late(step):
-                section.answer = writer.write(group)
+                section.answer = writer.write(own)
         written: Checkpoint = dataclasses.replace(section.result.checkpoint, path=draft.checkpoint.path)
         if not group.is_rank_zero:
             run.timeline.record(written)
@@ -623,7 +635,6 @@ def _world(group: Group, summary: _Summary) -> World:
         group.rank,
         group.size,
         own_gradients=summary.own_gradients,
-        copies_differ=bool(summary.drifted),
         stage=summary.digests.get("stage", ""),
         has_new_stage=group.rank in summary.stages[1:],
     )

@@ -1,6 +1,6 @@
 """The two forms of a checkpoint: one file that rank 0 writes, and a directory into which every rank writes shards.
 
-What is alike in both: every rank makes itself `ready` and calls `write`; then rank 0 calls `prepare` and `commit`.
+What is alike in both: every rank calls `write`; then rank 0 calls `prepare` and `commit`.
 """
 
 from __future__ import annotations
@@ -8,19 +8,10 @@ from __future__ import annotations
 import errno
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
-from safeckpt.distributed import (
-    Group,
-    PlanCache,
-    pack_rank_state,
-    rank_key,
-    united,
-    with_placeholders,
-    with_world,
-    write_shards,
-)
-from safeckpt.file import INDEX, PreparedFile, ShardFile, Write, encode, open_file, prepare
+from safeckpt.distributed import Places, Plans, pack_rank_state, rank_key, united, with_placeholders, with_world
+from safeckpt.file import INDEX, METADATA, PreparedFile, ShardFile, Write, encode, open_file, prepare, shard_of_bytes
 from safeckpt.run.capturing import Draft
 from safeckpt.run.catalog import Checkpoint
 from safeckpt.run.run_directory import Place, RunDirectory
@@ -48,7 +39,6 @@ class World(NamedTuple):
         rank: This one.
         size: How many there are.
         own_gradients: Whether they have different gradients.
-        copies_differ: Whether ranks that ought to hold equal copies do not.
         stage: What rank 0 has of the model.
         has_new_stage: Whether this rank is the first one, after rank 0, with another stage of the model.
     """
@@ -56,7 +46,6 @@ class World(NamedTuple):
     rank: int
     size: int
     own_gradients: bool
-    copies_differ: bool
     stage: str
     has_new_stage: bool
 
@@ -85,7 +74,7 @@ class Output:
     components: Mapping[str, Component]
     write: Write
     progress: Progress | None
-    plans: PlanCache
+    plans: Plans
 
 
 class Job(NamedTuple):
@@ -109,40 +98,42 @@ class Contributions(NamedTuple):
 
     Attributes:
         files: The shards that were written.
+        places: Where the parts of tensors are in them, as far as rank 0 does not know.
         rank_states: What ranks have otherwise than rank 0, where they do not write it.
         stages: What ranks have of the model that those before have not.
     """
 
     files: list[ShardFile] = []  # noqa: RUF012 - never changed
+    places: Places = []  # noqa: RUF012
     rank_states: list[Any] = []  # noqa: RUF012
     stages: list[Any] = []  # noqa: RUF012
-
-    @property
-    def size_bytes(self) -> int:
-        """How large the shards are, all together."""
-        return sum(length for _, length, _ in self.files)
 
 
 def both_contributions(one: Contributions, other: Contributions) -> Contributions:
     """Return the contributions of both, in the order of their ranks."""
-    return Contributions(one.files + other.files, one.rank_states + other.rank_states, one.stages + other.stages)
+    return Contributions(
+        one.files + other.files,
+        one.places + other.places,
+        one.rank_states + other.rank_states,
+        one.stages + other.stages,
+    )
 
 
 class Writer(Protocol):
     """Writes one checkpoint."""
 
-    def ready(self, rank_state: dict[str, Any] | None) -> None:
-        """Take what this rank has otherwise than rank 0; None on rank 0."""
+    def write(self, rank_state: dict[str, Any] | None) -> Contributions:
+        """Write what every rank writes by itself, and return what rank 0 needs of it. Called by all ranks.
 
-    def write(self, group: Group) -> Contributions:
-        """Write what every rank writes by itself, and return what rank 0 needs of it. Called by all ranks at once.
+        Args:
+            rank_state: What this rank has otherwise than rank 0; None on rank 0.
 
         Raises:
             NonFiniteError: NaN or Inf came into the state after the guard had looked.
         """
 
-    def prepare(self, contributions: Contributions) -> PreparedFile:
-        """Lay out the file that rank 0 writes, and write nothing. On rank 0.
+    def prepare(self, contributions: Contributions) -> tuple[PreparedFile, int]:
+        """Lay out the last file, which rank 0 writes, and return it and the size of the checkpoint. On rank 0.
 
         Args:
             contributions: What `write` has returned, of all ranks.
@@ -167,27 +158,25 @@ class FileWriter:
     def __init__(self, job: Job, output: Output) -> None:
         self._job = job
         self._output = output
-        self._rank_states: list[Any] = []
 
-    def ready(self, rank_state: dict[str, Any] | None) -> None:
-        """See `Writer`."""
-        if rank_state is not None:  # a copy: a view would be sent with all of the memory around it
-            self._rank_states = [encode(copy_tree(to_cpu(rank_state)), root="payload")]
-
-    def write(self, group: Group) -> Contributions:
+    def write(self, rank_state: dict[str, Any] | None) -> Contributions:
         """See `Writer`: only rank 0 writes, and what the others have of their own as well."""
-        return Contributions(rank_states=self._rank_states)
+        if rank_state is None:
+            return Contributions()
+        # A copy: a view would be sent with all of the memory around it.
+        return Contributions(rank_states=[encode(copy_tree(to_cpu(rank_state)), root="payload")])
 
-    def prepare(self, contributions: Contributions) -> PreparedFile:
+    def prepare(self, contributions: Contributions) -> tuple[PreparedFile, int]:
         """See `Writer`."""
         draft, world, rules = self._job.draft, self._job.world, self._job.rules
         payload = to_cpu(world.added_to(draft.payload, contributions.rank_states))
-        return prepare(
+        prepared = prepare(
             payload,
             header=draft.checkpoint.header(guard=draft.guard, **rules),
             # Once more in what is written: training may have gone on in another thread since the guard has looked.
             finite=guarded_in(payload, self._output.components, draft.guard),
         )
+        return prepared, prepared.size_bytes
 
     def commit(self, prepared: PreparedFile) -> None:
         """See `Writer`."""
@@ -205,50 +194,52 @@ class ShardedWriter:
     def __init__(self, job: Job, output: Output) -> None:
         self._job = job
         self._output = output
-        self._shards = {**job.draft.shards}
-        self._finite = _guarded_shards(job.draft, output.components)
-        self._stages: list[Any] = []
         assert job.place.name is not None
         self._folder = output.directory.path / job.place.name
 
-    def ready(self, rank_state: dict[str, Any] | None) -> None:
-        """See `Writer`."""
-        world = self._job.world
-        if rank_state is not None:
-            state = copy_tree(to_cpu(with_placeholders(rank_state, self._shards)))
-            self._shards[rank_key(world.rank)] = pack_rank_state(state)
-        if world.has_new_stage:
-            self._stages = [copy_tree(to_cpu(self._job.draft.payload))]
+    def write(self, rank_state: dict[str, Any] | None) -> Contributions:
+        """See `Writer`: its shards, and what it has of its own."""
+        from safeckpt.distributed.storage import write_shards  # noqa: PLC0415 - large, and only for shards
 
-    def write(self, group: Group) -> Contributions:
-        """See `Writer`."""
-        files = write_shards(
-            self._shards,
-            self._folder,
-            group,
+        draft, rank, own = self._job.draft, self._job.world.rank, {}
+        if rank_state is not None:
+            state = copy_tree(to_cpu(with_placeholders(rank_state, draft.shards)))
+            own[rank_key(rank)] = pack_rank_state(state)
+        files, places = write_shards(
+            draft.shards,
+            own,
+            self._folder / f"__{rank}_0.distcp",
             self._output.directory.files.write_inside,
             self._output.plans,
             write=self._output.write,
-            finite=self._finite,
-            drifted=self._job.world.copies_differ,
+            finite=_guarded_shards(draft, self._output.components),
         )
-        return Contributions(files, stages=self._stages)
+        stages = [copy_tree(to_cpu(draft.payload))] if self._job.world.has_new_stage else []
+        return Contributions(files, places, stages=stages)
 
-    def prepare(self, contributions: Contributions) -> PreparedFile:
-        """See `Writer`: the index, which says what belongs to the checkpoint."""
+    def prepare(self, contributions: Contributions) -> tuple[PreparedFile, int]:
+        """See `Writer`: writes the engine's metadata, and lays out the index, which says what belongs to all this."""
         draft, world, rules = self._job.draft, self._job.world, self._job.rules
-        written = contributions.files
-        for name, length, _ in written:  # as this node sees them, before they are promised
+        for name, length, _ in contributions.files:  # as this node sees them, before they are promised
             path = self._folder / name
             self._output.directory.wait_for(path)
             found = path.stat().st_size
             if found != length:
                 raise OSError(errno.EIO, f"{name} has {found} bytes here, {length} were written", str(path))
+        metadata = self._output.plans.describe(contributions.places)
+
+        def write_metadata(file: BinaryIO) -> None:
+            file.write(metadata)
+
+        write_inside = self._output.directory.files.write_inside
+        write_inside(self._folder / METADATA, write_metadata, size_bytes=len(metadata))
+        written = [*contributions.files, shard_of_bytes(METADATA, metadata)]
         payload = {**to_cpu(world.added_to(united([draft.payload, *contributions.stages]), None))}
         payload[RESERVED_KEY] = {**payload[RESERVED_KEY], "files": [list(shard) for shard in written]}
-        counts = {"shards": len(written), "shards_bytes": contributions.size_bytes}
-        header = draft.checkpoint.header(guard=draft.guard, **rules, **counts)
-        return prepare(payload, header=header, finite=guarded_in(payload, self._output.components, draft.guard))
+        size_bytes = sum(length for _, length, _ in written)
+        header = draft.checkpoint.header(guard=draft.guard, **rules, shards=len(written), shards_bytes=size_bytes)
+        index = prepare(payload, header=header, finite=guarded_in(payload, self._output.components, draft.guard))
+        return index, size_bytes + index.size_bytes
 
     def commit(self, prepared: PreparedFile) -> None:
         """See `Writer`: the index is written last, beside the shards."""

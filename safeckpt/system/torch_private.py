@@ -11,10 +11,8 @@ other ends in an `AttributeError` that names it. The tests of the architecture r
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import operator
-import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -58,7 +56,6 @@ __all__ = [
     "is_zero_tensor",
     "iterates_as_torch_does",
     "layout_named",
-    "lazy_gloo",
     "loader_of_entries",
     "local_tensor_of",
     "mark_stepped",
@@ -399,24 +396,6 @@ def store_below(prefix: str) -> Any:
     """
     found: Any = torch.distributed
     return found.PrefixStore(prefix, found.distributed_c10d._get_default_store())
-
-
-@contextlib.contextmanager
-def lazy_gloo() -> Iterator[None]:
-    """Have gloo groups that are made here connect two processes when they first talk; an older torch connects all.
-
-    It is a variable of the environment, without which each process of n would have n - 1 connections.
-    """
-    name = "TORCH_GLOO_LAZY_INIT"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def metadata_classes() -> tuple[type, type]:
