@@ -10,7 +10,7 @@ import torch
 from safeckpt.distributed import fingerprint
 from safeckpt.distributed.fingerprint import fingerprints
 
-STRETCH = fingerprint._STRETCH
+STRETCH = fingerprint._ROWS * fingerprint._COLUMNS
 
 
 def _tensor(dtype: torch.dtype, numel: int) -> torch.Tensor:
@@ -52,6 +52,9 @@ HARMS: dict[str, Callable[[torch.Tensor], object]] = {
     "all signs": lambda tensor: tensor.neg_(),
     "one more, one less": _shift_value,
     "last bit of all": lambda tensor: _bits(tensor)[-1:].bitwise_xor_(1),
+    "swapped rows of a matrix": lambda tensor: tensor[: 4 * 4096].copy_(
+        tensor[: 4 * 4096].view(4, -1).flip(0).view(-1)
+    ),
     "reversed": lambda tensor: tensor.copy_(tensor.flip(0)),
 }
 
@@ -68,11 +71,15 @@ def test_difference_that_leaves_a_sum_the_same_is_seen(dtype: torch.dtype, numel
         assert fingerprints({"x": tensor}) != before, name
 
 
-def test_device_sums_are_those_of_the_host() -> None:
-    """One definition: only where it is computed differs."""
-    flat = _tensor(torch.float32, 6 * STRETCH + 4)
-    host = fingerprint._sums_on_host([flat.view(torch.uint8).numpy().view("uint64")])[0]
-    assert [one % (1 << 64) for one in fingerprint._sums_on_device(flat).tolist()] == host
+@pytest.mark.parametrize("numel", [1, 7, 510, 1018, 1530, 2545, 20_000, 2 * STRETCH, 2 * STRETCH + 1020])
+def test_any_word_that_differs_is_seen(numel: int) -> None:
+    """Also the last one, and where not all rows or columns are full; all signs turned, too."""
+    before = fingerprints({"x": _tensor(torch.float64, numel)})
+    for place in {0, numel // 2, max(0, numel - 510), numel - 1}:
+        tensor = _tensor(torch.float64, numel)
+        _bits(tensor)[place] ^= 1 << 40
+        assert fingerprints({"x": tensor}) != before, place
+    assert fingerprints({"x": -_tensor(torch.float64, numel)}) != before
 
 
 def test_memory_that_starts_anywhere_is_compared() -> None:
