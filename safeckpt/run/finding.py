@@ -7,7 +7,7 @@ outcome is the same for all of them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from pathlib import PurePath
 from typing import NamedTuple
 
@@ -169,16 +169,22 @@ class Search:
         found = self._read_together(opened)
         answer = found[0]
         if answer.is_apart and not answer.is_remote:
-            return self._read_together(opened, told=[answer.step])
+            return self._read_together(opened, told=answer)
         return found
 
     def _read_together(
-        self, opened: contextlib.ExitStack, told: Sequence[int | None] = ()
+        self, opened: contextlib.ExitStack, told: _Answer | None = None
     ) -> tuple[_Answer, Good | None, Collection[int]]:
+        """See `_read`.
+
+        Args:
+            opened: Keeps the files open.
+            told: What rank 0 has seen, which all read then; None where each rank looks for itself.
+        """
         run, group, wanted = self._run, self._run.group, self._wanted
         good: Good | None = None
         listed: Collection[int] = ()
-        what = "reading what rank 0 sees" if told else "reading a checkpoint"
+        what = "reading a checkpoint" if told is None else "reading what rank 0 sees"
         with group.section(what, _combine, self._decide) as section:
             section.same = {
                 "step": wanted.step,
@@ -191,13 +197,13 @@ class Search:
                 run.directory.warn_of_other_writer()
             listed = run.directory.files.steps()
             here = [step for step in listed if step not in self._tried]
-            step = told[0] if told else self._candidate({*here, *self._remote})
+            step = self._candidate({*here, *self._remote}) if told is None else told.step
             if step is None:
                 section.answer = _Answer(group.rank, None)
-            elif not told and step not in here:
+            elif told is None and step not in here:
                 section.answer = _Answer(group.rank, step, is_remote=True)
             else:
-                if told:
+                if told is not None:
                     run.directory.wait_for(run.directory.files.path_of(step))
                 section.answer, good = self._read_here(step, opened)
         answer: _Answer = section.result
