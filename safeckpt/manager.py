@@ -524,6 +524,7 @@ class CheckpointManager:
             RollbackLoopError: The same step failed again after a rollback that changed nothing, or there were
                 `max_rollbacks` of them without a new checkpoint. Nothing was changed.
             CheckpointNotFoundError: The run has no checkpoint yet. Nothing was changed.
+            RollbackError: The only checkpoint was imported, and has not all of the state. Nothing was changed.
             NoGoodCheckpointError: There are checkpoints, and none is good. Nothing was changed.
             RestoreError: The checkpoint does not fit the objects, which were changed since. Nothing was changed.
             GroupError: As in `save`.

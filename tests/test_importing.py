@@ -114,6 +114,28 @@ def test_checkpoint_after_the_import_is_an_ordinary_one(tmp_path: Path, recwarn:
     assert not [one for one in recwarn if issubclass(one.category, safeckpt.SafeckptWarning)]
 
 
+def test_rollback_before_the_first_save_is_refused_by_name(tmp_path: Path) -> None:
+    """The model would go back, and the data would not; from the first save on all of it does."""
+    safeckpt.import_checkpoint(old_file(tmp_path), tmp_path / "run", mapping=USUAL)
+    parts = Parts()
+    with safeckpt.CheckpointManager(tmp_path / "run", parts.components) as manager:
+        with pytest.warns(safeckpt.ImportedStateWarning):
+            manager.restore()
+        batches = iter(parts.loader)
+        manager.end_step(4, loss=parts.learn(next(batches)))
+        with pytest.raises(safeckpt.NonFiniteError, match=r"Next: start the script again.*goes on from that step"):
+            manager.end_step(5, loss=float("nan"))
+        before = state_of(parts.components), names_in(tmp_path / "run")
+        with pytest.raises(safeckpt.RollbackError, match=r"no checkpoint of its own yet: step 3 in .* was imported"):
+            manager.rollback(skip_batches=1)
+        assert (state_of(parts.components), names_in(tmp_path / "run")) == before
+        manager.save(5, loss=parts.learn(next(batches)))
+        before = state_of(parts.components)
+        manager.end_step(6, loss=parts.learn(next(batches)))
+        assert manager.rollback(changed=True).step == 5
+        assert state_of(parts.components) == before | {"model grad": dict.fromkeys(before["model grad"])}
+
+
 def test_what_was_not_saved_is_named_and_stays(tmp_path: Path) -> None:
     """Streams, loader and an optimizer that is not in the file are as the script has made them."""
     safeckpt.import_checkpoint(old_file(tmp_path), tmp_path / "run", mapping={"model": "net"})

@@ -296,7 +296,9 @@ class Capturer:
                 "nothing was written; this run has no checkpoint yet.",
                 "stop, and start again from a lower learning rate or cleaner data.",
             )
-        if any(has_attribute(component.obj, "leave_out") for component in self._run.components.values()):
+        if self._run.timeline.is_imported:
+            call = "start the script again, from a lower learning rate or cleaner data: it goes on from that step."
+        elif any(has_attribute(component.obj, "leave_out") for component in self._run.components.values()):
             call = f"manager.rollback(skip_batches=1) goes back to step {saved} without the last batch."
         else:
             call = (

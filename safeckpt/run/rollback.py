@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any, cast
 
-from safeckpt.errors import CheckpointNotFoundError, RollbackLoopError
+from safeckpt.errors import CheckpointNotFoundError, RollbackError, RollbackLoopError
 from safeckpt.run.catalog import Checkpoint
 from safeckpt.run.checking import Wanted
 from safeckpt.run.restoring import Restored, Restorer
@@ -91,6 +91,7 @@ class Rollback:
         Raises:
             RollbackLoopError: A rollback would lead to the same failure again, or there were too many.
             CheckpointNotFoundError: The run has no checkpoint.
+            RollbackError: It has none but one that was imported.
         """
         timeline, path = self._run.timeline, self._run.directory.path
         failing = timeline.refusal or Refusal(timeline.step + 1, "no save or step was refused")
@@ -103,6 +104,15 @@ class Rollback:
             raise RollbackLoopError(step=failing.step, attempts=attempts, reason=reason, path=path)
         if timeline.saved_step is None:
             raise CheckpointNotFoundError(directory=path)
+        if timeline.is_imported:
+            raise RollbackError(
+                f"The run has no checkpoint of its own yet: step {timeline.saved_step} in {path} was imported, and has "
+                "neither the random streams nor what else its source had not saved, such as the position of the data.",
+                "no object was changed, and the imported checkpoint is untouched.",
+                f"start the script again, which goes on from step {timeline.saved_step}, with what has to change. From "
+                "the first save on, rollback() is exact.",
+                path=path,
+            )
         return failing
 
     def _batches_to_leave_out(self, count: int) -> dict[str, Any]:

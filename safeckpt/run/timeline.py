@@ -35,11 +35,13 @@ class Timeline:
     Attributes:
         mixture: The objects that are of no one state; cleared when the run stands at a checkpoint again.
         streams: The random streams of the restored checkpoint, where they are to be set later; None where they are set.
+        is_imported: Whether the newest checkpoint was imported, and lacks what its source had not saved.
     """
 
     def __init__(self, schedule: SaveSchedule) -> None:
         self.mixture = Mixture()
         self.streams: dict[str, Any] | None = None
+        self.is_imported = False
         self._schedule = schedule
         self._run_id: str | None = None
         self._step = 0
@@ -126,6 +128,7 @@ class Timeline:
         self._step = max(self._step, checkpoint.step)  # written in the background, training may be further
         self._has_progress = True
         self._known_steps.add(checkpoint.step)
+        self.is_imported = False
         if self._refusal is not None and self._refusal.step <= checkpoint.step:
             self._refusal = None
         self._rollbacks.clear()
