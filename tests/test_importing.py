@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import safeckpt
+from tests.comparing import bits
 from tests.faults import Operation, contents, intercept, names_in
 from tests.training import state_of
 
@@ -251,6 +253,38 @@ def refused(source: Path, run: Path, error: type[BaseException], text: str, **op
     with pytest.raises(error, match=text):
         safeckpt.import_checkpoint(source, run, **options)
     assert (contents(run) if run.is_dir() else {}) == before
+
+
+class Memory:
+    """An object with a state, such as a replay buffer."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def test_arrays_stay_arrays(tmp_path: Path) -> None:
+    """In a dict, in an object's state, and as one entry, beside which a live container stays what it is."""
+    rows = np.arange(6, dtype=np.float32).reshape(2, 3)
+    saved = {"rows": rows, "deep": [{"x": np.array(True)}], "kept": OrderedDict(rows=rows + 1)}
+    torch.save({"a": saved, "b": saved, "rows": rows, "step": 1}, tmp_path / "old.pt")
+    mapping = {"counters": "a", "memory": "b", "loop.rows": "rows"}
+    safeckpt.import_checkpoint(tmp_path / "old.pt", tmp_path / "run", mapping=mapping)
+    counters: dict[str, Any] = {}
+    loop, memory = {"rows": None, "last": deque([1, np.ones(2)], maxlen=4)}, Memory()
+    components = {"counters": counters, "memory": memory, "loop": loop}
+    with (
+        safeckpt.CheckpointManager(tmp_path / "run", components) as manager,
+        pytest.warns(safeckpt.ImportedStateWarning),
+    ):
+        manager.restore()
+    assert bits(counters) == bits(memory.state) == bits(saved)
+    assert bits(loop) == bits({"rows": rows, "last": deque([1, np.ones(2)], maxlen=4)})
 
 
 def test_import_that_cannot_be_is_refused_and_writes_nothing(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ the class that the live object uses.
 from __future__ import annotations
 
 import enum
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -68,7 +68,7 @@ class _Walk:
             self.notes.append([path, "enum", None])
             self._note_enum(kind, path)
             return _text_of(value)
-        if id(value) in above or kind not in (dict, list, tuple, deque, defaultdict):
+        if id(value) in above or kind not in (dict, OrderedDict, list, tuple, deque, defaultdict):
             return value  # what is in itself is refused by name when it is encoded
         above = above | {id(value)}
         if kind is deque:
@@ -77,8 +77,8 @@ class _Walk:
             self.notes.append([path, "defaultdict", self._name_of_factory(value, path)])
         if isinstance(value, dict):
             items = {key: self.plain(item, [*path, key], above) for key, item in value.items()}
-            same = kind is dict and all(items[key] is item for key, item in value.items())
-            return value if same else items
+            same = kind is not defaultdict and all(items[key] is item for key, item in value.items())
+            return value if same else OrderedDict(items) if kind is OrderedDict else items
         parts = [self.plain(item, [*path, index], above) for index, item in enumerate(value)]
         if kind in (list, tuple) and all(map(_is, parts, value)):
             return value

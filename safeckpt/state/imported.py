@@ -5,7 +5,7 @@ classes) is taken from the live object, so that the checks of a restore compare 
 knows no names. What it has not saved stays as the script has made it, and is named::
 
     {"<component>": its state, ...,
-     "safeckpt": {"components": {"<component>": {"entries": [...] or None, "optional": bool}},
+     "safeckpt": {"components": {"<component>": {"entries": [...] or None, "optional": bool, "containers": [...]}},
                   "imported": {"kind": "Lightning", "name": "last.ckpt", "position": "..."}}}
 """
 
@@ -19,6 +19,7 @@ import torch
 
 from safeckpt.errors import listed
 from safeckpt.state.component import Captured, Component, has_attribute
+from safeckpt.state.containers import to_plain
 from safeckpt.state.environment import environment
 from safeckpt.state.random_streams import RngStreams
 from safeckpt.state.run_state import RESERVED_KEY, capture
@@ -71,7 +72,10 @@ def imported_payload(
         name: Of its file or folder.
         position: Where its data stood, in words; empty where it does not tell.
     """
-    components = {one: {"entries": entries.get(one), "optional": one in optional} for one in states}
+    components = {
+        one: {"entries": entries.get(one), "optional": one in optional, "containers": to_plain(state, one).notes}
+        for one, state in states.items()
+    }
     imported = {"kind": kind, "name": name, "position": position}
     return {**states, RESERVED_KEY: {"components": components, IMPORTED: imported}}
 
@@ -98,7 +102,8 @@ def complete(payload: Mapping[str, Any], components: Mapping[str, Component], na
         result[one], records[one] = payload[one], dict(given)
         if one in components:  # else the restore says so
             record = reserved["components"][one]
-            records[one] = {key: value for key, value in record.items() if key not in ("containers", "aliases")}
+            records[one] = {key: value for key, value in record.items() if key != "aliases"}
+            records[one]["containers"] = _containers(given, record)
             state = _with_live_entries(payload[one], live.payload[one], given["entries"])
             convert, compare = _KINDS.get(components[one].kind, (_as_it_is, _nothing))
             result[one] = convert(state, Captured(live.payload[one], record), _tied(one, reserved["ties"]))
@@ -142,6 +147,13 @@ def _text(imported: Mapping[str, str], kept: list[str], components: Mapping[str,
 def _with_live_entries(state: Any, live: Any, entries: list[str] | None) -> Any:
     """Return a state of which only some entries were imported, with the others as they are."""
     return state if entries is None or not isinstance(live, Mapping) else {**live, **state}
+
+
+def _containers(given: Mapping[str, Any], live: Mapping[str, Any]) -> list[Any]:
+    """Return the notes of what was imported, and of the entries that stay as they are."""
+    stays = given["entries"] is not None
+    kept = [note for note in live.get("containers", ()) if stays and note[0] and note[0][0] not in given["entries"]]
+    return [*kept, *given.get("containers", ())]
 
 
 def _tied(name: str, ties: list[list[str]]) -> dict[str, list[str]]:
