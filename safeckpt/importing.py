@@ -213,8 +213,13 @@ def _checked_mapping(mapping: Any) -> dict[str, str]:
         raise ValueError("mapping is empty: name at least the model")
     for name in mapping:
         component, _, entry = name.partition(".")
-        if not component or "." in entry or component in ("safeckpt", "rng"):
+        if not component or "." in entry or name.endswith(".") or component in ("safeckpt", "rng"):
             raise ValueError(f"mapping: {name!r} is no name of a component, or of an entry of one")
+        if entry and component in mapping:
+            raise ValueError(
+                f"mapping: {component!r} is all of a component and {name!r} an entry of it; give it all, or entries "
+                "alone, each as component.entry"
+            )
     return dict(mapping)
 
 

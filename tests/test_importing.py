@@ -287,6 +287,76 @@ def test_arrays_stay_arrays(tmp_path: Path) -> None:
     assert bits(loop) == bits({"rows": rows, "last": deque([1, np.ones(2)], maxlen=4)})
 
 
+NET = nn.Linear(2, 1).state_dict()
+GROUP: dict[str, Any] = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1).state_dict()["param_groups"][0]
+RATE = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1), 1).state_dict()
+
+
+def group_of(**changes: Any) -> dict[str, Any]:
+    return {"state": {}, "param_groups": [{**GROUP, **changes}]}
+
+
+ODD: dict[str, tuple[str, Any, str]] = {
+    "list for a dict": ("counters", [1, 2], "counters: the source has a list for it, not a dict"),
+    "tensor for a dict": ("counters", torch.ones(2), "counters: the source has a Tensor for it, not a dict"),
+    "text in a schedule": ("scheduler", {**RATE, "gamma": "x"}, "gamma is a str in the source, not a number"),
+    "group of nothing": ("optimizer", {"state": {}, "param_groups": [{}]}, "the source has a group without"),
+    "group that is a number": ("optimizer", {"state": {}, "param_groups": [3]}, "the source has a group without"),
+    "parameters as a number": ("optimizer", group_of(params=3), "a group without a list"),
+    "parameters as lists": ("optimizer", group_of(params=[[0], [1]]), "a group without a list"),
+    "group without a rate": ("optimizer", {"state": {}, "param_groups": [{"params": [0, 1]}]}, "group 0: .* has no"),
+    "state that is a number": ("optimizer", {**group_of(), "state": {0: 3}}, r"model\.weight: its state .* int"),
+    "bytes of another size": ("noise", torch.zeros(3, dtype=torch.uint8), "noise: .* is no state of a Generator"),
+    "number for bytes": ("noise", {"state": 5}, "noise: .* is no state of a Generator"),
+    "entry of an optimizer": ("optimizer.lr", 0.5, r"optimizer: lr cannot be imported alone into a optimizer"),
+    "rate that is NaN": ("optimizer", group_of(lr=float("nan")), r"param_groups\.0\.lr: 1 NaN.*, in the source"),
+    "NaN of an object": ("memory", {"best": float("nan")}, r"memory\.best: 1 NaN.*, in the source"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_odd_state_is_refused_at_the_restore_and_nothing_has_changed(case: str, tmp_path: Path) -> None:
+    """Each in one error that says how to go on; what fits can be restored by name."""
+    name, state, text = ODD[case]
+    torch.save({"net": NET, "odd": state}, tmp_path / "old.pt")
+    run = tmp_path / "run"
+    safeckpt.import_checkpoint(tmp_path / "old.pt", run, mapping={"model": "net", name: "odd"}, step=1)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    components = {
+        "model": model, "optimizer": optimizer, "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1),
+        "counters": {"n": 0}, "memory": Memory(), "noise": torch.Generator(),
+    }  # fmt: skip
+    before, there = state_of(components), contents(run)
+    manager = safeckpt.CheckpointManager(run, components)
+    with pytest.raises(safeckpt.StateMismatchError, match=text) as caught:
+        manager.restore()
+    assert "into a directory of its own" in str(caught.value)
+    assert (state_of(components), contents(run)) == (before, there)
+    with pytest.warns(safeckpt.ImportedStateWarning):
+        manager.restore(only=("model",))
+    assert torch.equal(model.weight, NET["weight"])
+
+
+def test_states_of_generators_as_torch_gives_them_come_along(tmp_path: Path) -> None:
+    """The bytes alone, as `torch.get_rng_state` returns them."""
+    saved, live = torch.Generator().manual_seed(3), torch.Generator()
+    torch.save({"noise": saved.get_state()}, tmp_path / "old.pt")
+    safeckpt.import_checkpoint(tmp_path / "old.pt", tmp_path / "run", mapping={"noise": "noise"}, step=1)
+    manager = safeckpt.CheckpointManager(tmp_path / "run", {"noise": live})
+    with pytest.warns(safeckpt.ImportedStateWarning):
+        manager.restore()
+    assert torch.equal(live.get_state(), saved.get_state())
+
+
+def test_component_beside_its_own_entries_is_refused(tmp_path: Path) -> None:
+    """Which of the two was meant depended on their order."""
+    torch.save({"c": {"n": 1}, "z": 2}, tmp_path / "old.pt")
+    for mapping in ({"c": "c", "c.z": "z"}, {"c.z": "z", "c": "c"}):
+        refused(tmp_path / "old.pt", tmp_path / "run", ValueError, "'c' is all of a component and", mapping=mapping)
+    refused(tmp_path / "old.pt", tmp_path / "run", ValueError, "no name of a component", mapping={"c.": "z"})
+
+
 def test_import_that_cannot_be_is_refused_and_writes_nothing(tmp_path: Path) -> None:
     """Each with what to do."""
     path, run = old_file(tmp_path), tmp_path / "run"

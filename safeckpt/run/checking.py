@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from safeckpt.distributed import Names, as_local_shards, in_group, payload_of_rank, place_shards
-from safeckpt.errors import DamagedCheckpointError, LoadError
+from safeckpt.errors import DamagedCheckpointError, LoadError, StateMismatchError
 from safeckpt.file import CheckpointFolder, MappedFiles
 from safeckpt.run.catalog import Bad, Checkpoint, Gone, OpenCheckpoint, fault_of
 from safeckpt.run.run import Run
@@ -188,8 +188,16 @@ def _check_finite(good: Good) -> None:
 
     Raises:
         LoadError: It is not finite, or somebody has written into a file.
+        StateMismatchError: It is not finite, and was imported like that.
     """
     bad = Baseline({}).check(good.plan.pairs, good.guard, good.mapped.forget).bad
+    if bad and good.plan.imported:  # what it is of is known only here, with the objects
+        raise StateMismatchError(
+            mismatches=[f"{one}, in the source" for one in bad],
+            path=good.checkpoint.path,
+            cure="import an earlier checkpoint of that run, or leave out of the mapping what is not finite, into a "
+            "directory of its own; or restore only the components that are finite: restore(only=(...,)).",
+        )
     if bad:
         raise DamagedCheckpointError(path=good.checkpoint.path, reason=f"it is not finite ({bad[0]})")
     good.mapped.check_unchanged()

@@ -33,6 +33,12 @@ _PREFIXES = ("module.", "_orig_mod.")  # of DDP and torch.compile, where they we
 _SET_BY_SCHEDULERS = frozenset({
     "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr",
 })  # fmt: skip
+_WHOLE = ("optimizer", "loader", "generator")  # kinds whose state is all or nothing
+# Options that are newer than some files: the optimizer sets them by itself.
+_SET_BY_TORCH = frozenset({
+    "amsgrad", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused", "maximize", "nesterov",
+    *_SET_BY_SCHEDULERS,
+})  # fmt: skip
 
 
 class Completed(NamedTuple):
@@ -107,7 +113,8 @@ def complete(payload: Mapping[str, Any], components: Mapping[str, Component], na
             state = _with_live_entries(payload[one], live.payload[one], given["entries"])
             convert, compare = _KINDS.get(components[one].kind, (_as_it_is, _nothing))
             result[one] = convert(state, Captured(live.payload[one], record), _tied(one, reserved["ties"]))
-            found = list(compare(result[one], Captured(live.payload[one], record)))
+            found = list(_check_entries(components[one], live.payload[one], given["entries"]))
+            found = found or list(compare(result[one], Captured(live.payload[one], record)))
             if components[one].kind == "optimizer" and not found:
                 records[one]["stepped"] = bool(result[one]["state"])
             faults += [f"{one}: {text}" for text in found]
@@ -165,6 +172,12 @@ def _tied(name: str, ties: list[list[str]]) -> dict[str, list[str]]:
     return found
 
 
+def _check_entries(component: Component, live: Any, entries: list[str] | None) -> Iterator[str]:
+    """Refuse entries of what has none that stand for themselves."""
+    if entries and (component.kind in _WHOLE or not isinstance(live, Mapping)):
+        yield f"{listed(entries)} cannot be imported alone into a {component.kind}; import all of its state"
+
+
 # -- what each kind needs ---------------------------------------------------------------------------------------------
 
 
@@ -194,6 +207,31 @@ def _module_state(state: Any, live: Captured, tied: Mapping[str, list[str]]) -> 
     return found
 
 
+def _check_dict(state: Any, live: Captured) -> Iterator[str]:
+    if not isinstance(state, Mapping):
+        yield f"the source has a {type(state).__name__} for it, not a dict"
+
+
+def _generator_state(state: Any, live: Captured, tied: Mapping[str, list[str]]) -> Any:
+    """Return the state as it is kept here: torch gives away the bytes alone."""
+    return {"state": state} if isinstance(state, torch.Tensor) else state
+
+
+def _check_generator(state: Any, live: Captured) -> Iterator[str]:
+    saved = state.get("state") if isinstance(state, Mapping) else None
+    if not _is_alike(saved, live.state["state"]):
+        yield f"what the source has for it is no state of a {live.record['class']}"
+
+
+def _is_alike(saved: Any, live: Any) -> bool:
+    """Return whether two states of generators have one form."""
+    if isinstance(live, torch.Tensor) and isinstance(saved, torch.Tensor):
+        return saved.dtype == live.dtype and saved.size() == live.size()
+    if isinstance(live, Mapping) and isinstance(saved, Mapping):
+        return saved.keys() == live.keys() and all(_is_alike(saved[key], live[key]) for key in live)
+    return type(saved) is type(live) or None in (saved, live)
+
+
 def _check_module(state: Any, live: Captured) -> Iterator[str]:
     if not isinstance(state, Mapping):
         yield f"the source has a {type(state).__name__} for it, not a state_dict"
@@ -205,6 +243,9 @@ def _check_optimizer(state: Any, live: Captured) -> Iterator[str]:
         yield "the source has no state of an optimizer for it"
         return
     groups, slots = state["param_groups"], live.record["slots"]
+    if not all(_is_group(group) for group in groups):
+        yield "the source has a group without a list of the numbers of its parameters"
+        return
     counts = [len(group["params"]) for group in groups]
     if counts != [len(row) for row in slots]:
         yield f"the source has groups of {counts} parameters, the live optimizer of {[len(row) for row in slots]}"
@@ -213,11 +254,21 @@ def _check_optimizer(state: Any, live: Captured) -> Iterator[str]:
         unknown = sorted(group.keys() - now.keys() - _SET_BY_SCHEDULERS)
         if unknown:
             yield f"group {number}: {listed(unknown)} in the source are no options of the live {live.record['class']}"
+        missing = sorted(now.keys() - group.keys() - _SET_BY_TORCH)
+        if missing:
+            yield f"group {number}: the source has no {listed(missing)}"
         for slot, index in zip(slots[number], group["params"], strict=True):
             yield from _check_moments(state["state"].get(index), slot)
 
 
+def _is_group(group: Any) -> bool:
+    parameters = group.get("params") if isinstance(group, Mapping) else None
+    return isinstance(parameters, list) and all(type(number) is int for number in parameters)
+
+
 def _check_moments(entry: Any, slot: Mapping[str, Any]) -> Iterator[str]:
+    if not isinstance(entry, Mapping | None):
+        yield f"{slot['name']}: its state in the source is a {type(entry).__name__}, not a dict"
     for key, value in entry.items() if isinstance(entry, Mapping) else ():
         shape = list(value.size()) if isinstance(value, torch.Tensor) and value.numel() > 1 else slot["shape"]
         if len(shape) == len(slot["shape"]) and shape != slot["shape"]:
@@ -236,6 +287,9 @@ def _check_keys(state: Any, live: Captured) -> Iterator[str]:
         surplus = [str(key) for key in state if key not in live.state and not str(key).startswith("_")]
         if surplus := sorted(set(surplus) - {"verbose"}):
             yield f"the live {live.record['class']} has no {listed(surplus)}"
+        for key in [key for key in live.state if key in state and isinstance(live.state[key], int | float)]:
+            if not isinstance(state[key], int | float | torch.Tensor | None):
+                yield f"{key} is a {type(state[key]).__name__} in the source, not a number"
 
 
 _Convert = Callable[[Any, Captured, Mapping[str, list[str]]], Any]
@@ -245,4 +299,6 @@ _KINDS: dict[str, tuple[_Convert, _Compare]] = {
     "optimizer": (_as_it_is, _check_optimizer),
     "scheduler": (_as_it_is, _check_keys),
     "scaler": (_as_it_is, _check_keys),
+    "counters": (_as_it_is, _check_dict),
+    "generator": (_generator_state, _check_generator),
 }

@@ -33,6 +33,10 @@ __all__ = ["RESERVED_KEY", "Plan", "RunState", "capture", "plan"]
 
 RESERVED_KEY = "safeckpt"
 _RNG = "rng"
+_IMPORT_AGAIN = (
+    "build the objects as in the run that saved the source; or import it again, with another mapping and into a "
+    "directory of its own; or restore only the components that fit: restore(only=(...,))."
+)
 
 
 class RunState(NamedTuple):
@@ -264,7 +268,7 @@ def plan(
     wanted = [name for name in _wanted(components, reserved["components"], only, fresh, path) if name not in fresh]
     is_partial = only is not None and not set(reserved["components"]) <= set(only)
     rng = reserved[_RNG] if only is None or _RNG in only else None
-    found: list[str] = list(faults)
+    found = [one for one in faults if only is None or one.partition(": ")[0] in only]
     pairs: list[tuple[Component, Captured]] = []
     transfer = Transfer(read)
     with RngStreams.untouched():
@@ -294,7 +298,7 @@ def plan(
         aliases = Aliases(pairs, fresh_entries)
         found += aliases.check()
         if found:
-            raise StateMismatchError(mismatches=found, path=path)
+            raise StateMismatchError(mismatches=found, path=path, cure=_IMPORT_AGAIN if faults else "")
         pairs = _keep_live(pairs, keep_live)
         replaced = [line for component, captured in pairs for line in component.replaced(captured)]
         notices = [line for component, captured in pairs for line in component.notices(captured)] + aliases.notices()
