@@ -145,7 +145,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "empty": (empty, "empty|no torch file|0 bytes"),
     "truncated": (truncate, ""),
     "cut by one": (cut_by_one, ""),
-    "flipped": (flip, "data/0 are not those that were written"),
+    "flipped": (flip, "model.value are not those that were written"),
     "zeroed page": (zero_page, ""),
     "foreign": (foreign, "torch file|zip"),
     "plain torch": (plain_torch, "not written by a CheckpointManager"),
