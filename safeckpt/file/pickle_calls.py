@@ -153,7 +153,10 @@ def _numbers(value: Any) -> tuple[int, ...] | None:
     if type(value) is not Value or value.kind != "tuple":
         return None
     if value.of is None:
-        value.of = all(type(number) is int and number >= 0 for number in value.items)
+        value.of = True
+        for number in value.items:
+            if type(number) is not int or number < 0:
+                value.of = False
     return value.items if value.of else None
 
 

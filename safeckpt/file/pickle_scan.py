@@ -11,11 +11,12 @@ Two callers: before a file is loaded, and on what was pickled before it is writt
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from safeckpt.file.pickle_budget import Budget
-from safeckpt.file.pickle_calls import MOST_DEPTH, Claim, PickleError, Value, depth_of, result_of, storage_dtype
+from safeckpt.file.pickle_calls import CHECKS, MOST_DEPTH, Claim, PickleError, Value, depth_of, result_of, storage_dtype
 from safeckpt.system.torch_private import (
     BLOCKED_MODULES,
     IMPORT_MAPPING,
@@ -101,29 +102,27 @@ class _Scanner:
     def run(self) -> None:
         """Follow the opcodes until the pickle ends."""
         data, memo, stack = self._data, self._memo, self._stack
+        most = len(data)
         at = 0
         try:
             while True:
                 code = data[at]
                 at += 1
-                if code == 0x71:  # BINPUT
-                    memo[data[at]] = stack[-1]
-                    at += 1
-                elif code == 0x68:  # BINGET
-                    stack.append(memo[data[at]])
-                    at += 1
-                elif code == 0x72:  # LONG_BINPUT
+                if code == 0x72:  # LONG_BINPUT
                     index = int.from_bytes(data[at : at + 4], "little")
-                    if index > len(data):  # Python's own reader would allocate a table of that size
+                    if index > most:  # Python's own reader would allocate a table of that size
                         raise PickleError(f"it numbers an object {index}, and has fewer")
                     memo[index] = stack[-1]
                     at += 4
-                elif code == 0x6A:  # LONG_BINGET
-                    stack.append(memo[int.from_bytes(data[at : at + 4], "little")])
-                    at += 4
+                elif code == 0x68:  # BINGET
+                    stack.append(memo[data[at]])
+                    at += 1
                 elif code == 0x4B:  # BININT1
                     stack.append(data[at])
                     at += 1
+                elif code == 0x6A:  # LONG_BINGET
+                    stack.append(memo[int.from_bytes(data[at : at + 4], "little")])
+                    at += 4
                 elif code == 0x28:  # MARK
                     self._marks.append(stack)
                     stack = self._stack = []
@@ -142,7 +141,7 @@ class _Scanner:
                 elif code == 0x58:  # BINUNICODE
                     length = int.from_bytes(data[at : at + 4], "little")
                     at += 4 + length
-                    if at > len(data):
+                    if at > most:
                         raise IndexError
                     stack.append(data[at - length : at].decode("utf-8", "surrogatepass"))
                 elif code == 0x51:  # BINPERSID
@@ -152,6 +151,9 @@ class _Scanner:
                     stack[-1] = self._call(stack[-1], args)
                 elif code == 0x89:  # NEWFALSE
                     stack.append(False)
+                elif code == 0x71:  # BINPUT
+                    memo[data[at]] = stack[-1]
+                    at += 1
                 elif code == 0x88:  # NEWTRUE
                     stack.append(True)
                 elif code == 0x4E:  # NONE
@@ -267,6 +269,8 @@ class _Scanner:
         name: str = function.of
         if not function.items:
             raise PickleError(f"it calls {name}, which is no function")
+        if not args.items and name not in CHECKS:  # OrderedDict(), the hooks of each tensor
+            return Value(name, _deeper(args.depth))
         result = result_of(name, args.items, _deeper(args.depth))
         items = args.items
         if name == _FROM_TYPE:  # a call inside a call
@@ -297,7 +301,7 @@ class _Scanner:
         if type(target) is not Value or target.kind != "list":
             raise PickleError("it appends to something that is no list")
         target.items.extend(items)
-        target.depth = max(target.depth, _deeper(max(map(depth_of, items), default=0)))
+        target.depth = max(target.depth, _deeper(_deepest(items)))
 
     def _set_items(self, target: Any, items: list[Any]) -> None:
         if type(target) is not Value or target.kind not in _SETTABLE or len(items) % 2:
@@ -305,7 +309,7 @@ class _Scanner:
             raise PickleError(f"it puts items into a {kind}, which a safe load does not do")
         target.cost += self._budget.count_keys(items[::2])
         target.of = (target.of or 0) + len(items) // 2
-        target.depth = max(target.depth, _deeper(max(map(depth_of, items), default=0)))
+        target.depth = max(target.depth, _deeper(_deepest(items)))
 
 
 def _is_attributes(state: Any) -> bool:
@@ -314,15 +318,20 @@ def _is_attributes(state: Any) -> bool:
 
 
 def _tuple_of(items: tuple[Any, ...]) -> Value:
-    depth = 0
-    cost = 1
+    cost = 1 + len(items)
     for item in items:
         if type(item) is Value:
-            depth = max(depth, item.depth)
-            cost += item.cost
-        else:
-            cost += 1
-    return Value("tuple", _deeper(depth), min(_HASH_MODULUS, cost), items)
+            cost += item.cost - 1
+    return Value("tuple", _deeper(_deepest(items)), min(_HASH_MODULUS, cost), items)
+
+
+def _deepest(items: Iterable[Any]) -> int:
+    """Return the levels of nesting of the deepest of some values."""
+    depth = 0
+    for item in items:
+        if type(item) is Value and item.depth > depth:
+            depth = item.depth
+    return depth
 
 
 def _deeper(depth: int) -> int:

@@ -192,8 +192,11 @@ def _mark(values: torch.Tensor, release: Callable[[torch.Tensor], None] | None) 
     """Return one number that is not finite when one of the values is not."""
     flat = _in_memory_order(values)
     native = flat.dtype in _NATIVE
-    if native and (release is None or flat.numel() <= _SMALL or not flat.is_contiguous()):
-        return _mark_of(flat)
+    if native and (release is None or flat.numel() <= _PIECE or not flat.is_contiguous()):
+        mark = _mark_of(flat)
+        if release is not None and flat.numel() > _SMALL and flat.is_contiguous():
+            release(flat)
+        return mark
     # float8 and whatever comes next is widened piece by piece, so that no copy of the whole is made.
     pieces = []
     for piece in flat.reshape(-1).split(_PIECE):
