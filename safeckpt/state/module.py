@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -117,32 +117,28 @@ class ModuleComponent(Component):
 
     def parameter_names(self) -> dict[str, torch.Tensor]:
         """Return every parameter under every name it has, as `component.qualified.name`."""
+        return {join(self.name, key): parameter for key, parameter in self._parameters().items()}
+
+    def _parameters(self) -> dict[str, torch.Tensor]:
         modules = clean_modules(self.obj)
         names = self.obj.named_parameters(remove_duplicate=False)
-        return {join(self.name, _clean_key(key, modules)): parameter for key, parameter in names}
-
-    def _flags(self) -> dict[str, bool]:
-        names = self.parameter_names().items()
-        return {name.removeprefix(f"{self.name}."): parameter.requires_grad for name, parameter in names}
+        return {_clean_key(key, modules): parameter for key, parameter in names}
 
     def capture(self) -> Captured:
         """Return the `state_dict` under clean names, and flags and classes beside it."""
         modules = clean_modules(self.obj)
-        state = self.state(modules)
+        state = self.state()
         record = {
             "classes": _classes_in(modules),
             "training": {clean: module.training for clean, module in modules.values()},
-            "requires_grad": self._flags(),
+            "requires_grad": {key: parameter.requires_grad for key, parameter in self._parameters().items()},
             "options": options_of(dict(modules.values())),
         }
         return Captured(state, record)
 
-    def state(self, modules: Mapping[str, tuple[str, nn.Module]]) -> OrderedDict[str, Any]:
-        """Return the `state_dict` under clean names.
-
-        Args:
-            modules: The submodules by torch path, see `clean_modules`.
-        """
+    def state(self) -> OrderedDict[str, Any]:
+        """Return the `state_dict` under clean names: what `capture` returns, without what is beside it."""
+        modules = clean_modules(self.obj)
         raw = self.obj.state_dict()
         state: OrderedDict[str, Any] = OrderedDict()
         for key, value in raw.items():
@@ -172,23 +168,26 @@ class ModuleComponent(Component):
         """Compare names, shapes, dtypes and classes of both sides."""
         live = self.capture()
         found = self._one_sided(captured.state, live.state)
-        own = self._own_tensors()
         modules = clean_modules(self.obj)
-        sized = {_clean_key(key, modules) for key in _sized_by_data(self.obj)}
-        raw = {_clean_key(key, modules): key for key in own}
+        own = {_clean_key(key, modules): tensor for key, tensor in self._own_tensors().items()}
+        self_loading = _self_loading(self.obj)
+        sized = {_clean_key(key, modules) for key in _tensor_keys(self_loading)}
         for key, value in live.state.items():
             if key in captured.state and not (key in sized and isinstance(captured.state[key], torch.Tensor)):
                 where = join(self.name, key)
                 different = list(_unlike(where, captured.state[key], value))
-                if not different and key in raw and isinstance(captured.state[key], torch.Tensor):
-                    different = [f"{where}: {why}" for why in cannot_fill(own[raw[key]], captured.state[key])]
+                if not different and key in own and isinstance(captured.state[key], torch.Tensor):
+                    different = [f"{where}: {why}" for why in cannot_fill(own[key], captured.state[key])]
                 found += different
         unknown = self._one_sided(captured.record["requires_grad"], live.record["requires_grad"])
         found += [difference for difference in unknown if difference not in found]
-        found += [
-            f"{join(self.name, key)}: in its state_dict, and load_state_dict does not know it"
-            for key in self._unknown()
-        ]
+        if self._loads_as_torch_does() and not self_loading:
+            known = own.keys() | set(_extra_state_keys(modules))
+            found += [
+                f"{join(self.name, key)}: in its state_dict, and load_state_dict does not know it"
+                for key in live.state
+                if key not in known
+            ]
         return found + self._check_classes(captured.record["classes"], live.record["classes"], found)
 
     def notices(self, captured: Captured) -> list[str]:
@@ -236,17 +235,6 @@ class ModuleComponent(Component):
             or not all(_is_ordinary(tensor) for tensor in self._own_tensors().values())
         )
 
-    def _unknown(self) -> list[str]:
-        """Return the keys of the `state_dict` that torch's loading would stumble over."""
-        if not self._loads_as_torch_does() or _self_loading(self.obj):
-            return []
-        known = self._own_tensors().keys() | {
-            join(path, EXTRA_STATE)
-            for path, inner in self.obj.named_modules(remove_duplicate=False)
-            if type(inner).get_extra_state is not nn.Module.get_extra_state
-        }
-        return [key for key in self.obj.state_dict() if key not in known]
-
     def _own_tensors(self) -> dict[str, torch.Tensor]:
         own: dict[str, torch.Tensor] = dict(self.obj.named_parameters(remove_duplicate=False))
         own.update(self.obj.named_buffers(remove_duplicate=False))
@@ -257,7 +245,7 @@ class ModuleComponent(Component):
         modules = clean_modules(self.obj)
         own = self._own_tensors()
         at_once = self._loads_as_torch_does()
-        sized = _sized_by_data(self.obj)
+        sized = set(_tensor_keys(_self_loading(self.obj)))
         state: OrderedDict[str, Any] = OrderedDict()
         filled: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for key in self.obj.state_dict():
@@ -283,10 +271,9 @@ class ModuleComponent(Component):
         for wrapper in self.outermost.modules():
             wrapper.training = unwrap(wrapper).training
         flags = captured.record["requires_grad"]
-        for name, parameter in self.parameter_names().items():
-            wanted = flags[name.removeprefix(f"{self.name}.")]
-            if parameter.requires_grad != wanted:
-                parameter.requires_grad_(wanted)
+        for key, parameter in self._parameters().items():
+            if parameter.requires_grad != flags[key]:
+                parameter.requires_grad_(flags[key])
 
     def _load(self, state: OrderedDict[str, Any], own: Mapping[str, torch.Tensor]) -> None:
         """Load a state. Torch's own method may find that entries are missing: those that `state_dict` leaves out.
@@ -337,9 +324,16 @@ def _self_loading(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def _sized_by_data(module: nn.Module) -> set[str]:
-    """Return the keys of the tensors in such submodules."""
-    return {join(path, key) for path, inner in _self_loading(module) for key in own_tensor_names(inner)}
+def _tensor_keys(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[str]:
+    """Yield the keys of the tensors that modules hold themselves, by their paths."""
+    return (join(path, key) for path, inner in modules for key in own_tensor_names(inner))
+
+
+def _extra_state_keys(modules: Mapping[str, tuple[str, nn.Module]]) -> Iterator[str]:
+    """Yield the clean keys under which modules have a state of their own making."""
+    for clean, inner in modules.values():
+        if type(inner).get_extra_state is not nn.Module.get_extra_state:
+            yield join(clean, EXTRA_STATE)
 
 
 def _may_be_renamed(saved: str, live: str) -> bool:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from safeckpt.errors import listed
 from safeckpt.state.component import Component, class_name, has_attribute
 from safeckpt.state.fsdp import reshard
-from safeckpt.state.module import ModuleComponent, clean_modules, unwrap
+from safeckpt.state.module import ModuleComponent, unwrap
 from safeckpt.state.optimizer import OptimizerComponent
 from safeckpt.state.random_streams import GeneratorComponent, RngStreams
 from safeckpt.state.scheduler import SchedulerComponent
@@ -237,7 +237,7 @@ def uncaptured(components: Mapping[str, Any], registered: Mapping[str, Component
 def _uncaptured_of_module(module: ModuleComponent) -> Iterator[str]:
     trainable = {name: p for name, p in module.parameter_names().items() if p.requires_grad}
     with RngStreams.untouched():  # a user's state_dict may draw
-        state = module.state(clean_modules(module.obj))
+        state = module.state()
     saved = {f"{module.name}.{key}" for key in state}
     # A wrapper, such as Fabric's, may save them under the names they have in the module that it wraps.
     places = {_place(value) for value in state.values() if isinstance(value, torch.Tensor)} - {None}

@@ -73,7 +73,7 @@ def capture(
     _note_aliases(components, captured)
     reserved = {
         "components": {name: {"kind": components[name].kind, **one.record} for name, one in captured.items()},
-        "ties": _ties(captured),
+        "ties": _ties({name: one.state for name, one in captured.items() if components[name].kind == "module"}),
         _RNG: rng,
         "environment": environment(),
         "gradients": dict(gradients or {}),
@@ -95,13 +95,15 @@ def _note_aliases(components: Mapping[str, Component], captured: dict[str, Captu
         captured[name] = replace(captured[name], record={**captured[name].record, ALIASES: aliases})
 
 
-def _ties(captured: Mapping[str, Captured]) -> list[list[str]]:
-    """Return the names of module tensors that are one tensor in memory, in groups of two and more."""
+def _ties(states: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    """Return the names of tensors that are one tensor in memory, in groups of two and more.
+
+    Args:
+        states: The state of each module, by name.
+    """
     by_address: dict[int, list[tuple[str, torch.Tensor]]] = {}
-    for component, one in captured.items():
-        if "requires_grad" not in one.record:
-            continue  # no module
-        for key, tensor in one.state.items():
+    for component, state in states.items():
+        for key, tensor in state.items():
             if isinstance(tensor, torch.Tensor) and _has_memory(tensor):
                 by_address.setdefault(_memory_of(tensor).data_ptr(), []).append((join(component, key), tensor))
     groups: dict[tuple[Any, ...], list[str]] = {}
@@ -381,11 +383,11 @@ def _check_drivers(driving: list[Component], components: Mapping[str, Component]
 def _check_ties(saved: list[list[str]], pairs: list[tuple[Component, Captured]]) -> list[str]:
     """Compare which tensors are one, among those that are on both sides."""
     modules = {component.name: captured for component, captured in pairs if isinstance(component, ModuleComponent)}
-    now = {component.name: component.capture() for component, _ in pairs if component.name in modules}
+    now = {component.name: component.state() for component, _ in pairs if isinstance(component, ModuleComponent)}
     both = {
         join(name, key)
-        for name, one in now.items()
-        for key, tensor in one.state.items()
+        for name, state in now.items()
+        for key, tensor in state.items()
         # Where this process has nothing of a sharded tensor it cannot tell.
         if key in modules[name].state and not (hasattr(tensor, "to_local") and not _has_memory(tensor))
     }
