@@ -18,6 +18,7 @@ from safeckpt.run.arguments import checked_names, checked_notes, checked_step
 from safeckpt.run.capturing import Capturer
 from safeckpt.run.catalog import Catalog, Checkpoint
 from safeckpt.run.checking import Wanted
+from safeckpt.run.first_draws import FirstDraws
 from safeckpt.run.membership import Membership
 from safeckpt.run.pruning import Pruning
 from safeckpt.run.replay import Replay, ReplayPolicy, ReplayReport
@@ -184,6 +185,7 @@ class CheckpointManager:
             replay,
             settings["notes"],
             LossLimit(guard.loss_above),
+            FirstDraws(),
         )
         # Last: a manager that was refused leaves no hook on an optimizer behind.
         self._capturer = Capturer(run, guard, components, is_staged=bool(async_save))
@@ -464,6 +466,8 @@ class CheckpointManager:
             SafeckptWarning: There is no checkpoint, and the history of the directory says that there were.
             HyperparameterReplacedWarning: The file's hyper-parameters replaced others in the script.
             EnvironmentChangedWarning: The run computes in another environment than before, so bits may differ.
+            UncapturedStateWarning: Random numbers were drawn before this manager was built, from another seed than at
+                the first start of the run; or objects that shared a tensor do not any more.
 
         Cost:
             The file is read once to verify it and mapped to copy from it; no second copy of the state is kept. Of a

@@ -108,6 +108,8 @@ class Restorer:
                 run.replay.on_diverged(run.timeline.saved_step)
             run.timeline.restored_in_part(sorted(only or ()))
         self.report(restored, "restored", only=None if only is None else list(only))
+        if restored.is_whole and run.is_rank_zero:
+            run.first_draws.adopt(restored.header)
         if restored.is_whole and (changes := self._note_changes(checkpoint)):
             text = "\n  ".join(changes)
             warn_caller(

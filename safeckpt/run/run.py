@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from safeckpt.distributed import Group
+from safeckpt.run.first_draws import FirstDraws
 from safeckpt.run.membership import Membership
 from safeckpt.run.replay import Replay
 from safeckpt.run.run_directory import RunDirectory
@@ -26,6 +27,7 @@ class Run(NamedTuple):
         replay: The record of its losses.
         notes: What else the script wants to have in each checkpoint.
         loss_limit: Judges the losses of this process.
+        first_draws: What was drawn before the run began.
     """
 
     components: Mapping[str, Component]
@@ -35,6 +37,7 @@ class Run(NamedTuple):
     replay: Replay
     notes: Mapping[str, Any]
     loss_limit: LossLimit
+    first_draws: FirstDraws
 
     @property
     def group(self) -> Group:

@@ -558,7 +558,8 @@ class Saver:
 
         with group.section(f"{what}: writing", both_contributions, commit_on_rank_zero) as section:
             run.directory.see(place)
-            writer = writer_of(Job(draft, place, _world(group, summary), self._pruning.rules), self._output)
+            noted = {**self._pruning.rules, **run.first_draws.noted}
+            writer = writer_of(Job(draft, place, _world(group, summary), noted), self._output)
             own = None if group.is_rank_zero else rank_state_of(draft.captured, draft.digests, summary.digests)
             with self._capturer.refusing_late(step):
                 section.answer = writer.write(own)

@@ -84,13 +84,13 @@ class Job(NamedTuple):
         draft: This rank's part of it.
         place: What rank 0 has made in the directory.
         world: The ranks that save.
-        rules: What is kept in the directory, for the header.
+        noted: What else the header says.
     """
 
     draft: Draft
     place: Place
     world: World
-    rules: Mapping[str, Any]
+    noted: Mapping[str, Any]
 
 
 class Contributions(NamedTuple):
@@ -168,11 +168,11 @@ class FileWriter:
 
     def prepare(self, contributions: Contributions) -> tuple[PreparedFile, int]:
         """See `Writer`."""
-        draft, world, rules = self._job.draft, self._job.world, self._job.rules
+        draft, world, noted = self._job.draft, self._job.world, self._job.noted
         payload = to_cpu(world.added_to(draft.payload, contributions.rank_states))
         prepared = prepare(
             payload,
-            header=draft.checkpoint.header(guard=draft.guard, **rules),
+            header=draft.checkpoint.header(guard=draft.guard, **noted),
             # Once more in what is written: training may have gone on in another thread since the guard has looked.
             finite=guarded_in(payload, self._output.components, draft.guard),
         )
@@ -219,7 +219,7 @@ class ShardedWriter:
 
     def prepare(self, contributions: Contributions) -> tuple[PreparedFile, int]:
         """See `Writer`: writes the engine's metadata, and lays out the index, which says what belongs to all this."""
-        draft, world, rules = self._job.draft, self._job.world, self._job.rules
+        draft, world, noted = self._job.draft, self._job.world, self._job.noted
         for name, length, _ in contributions.files:  # as this node sees them, before they are promised
             path = self._folder / name
             self._output.directory.wait_for(path)
@@ -237,7 +237,7 @@ class ShardedWriter:
         payload = {**to_cpu(world.added_to(united([draft.payload, *contributions.stages]), None))}
         payload[RESERVED_KEY] = {**payload[RESERVED_KEY], "files": [list(shard) for shard in written]}
         size_bytes = sum(length for _, length, _ in written)
-        header = draft.checkpoint.header(guard=draft.guard, **rules, shards=len(written), shards_bytes=size_bytes)
+        header = draft.checkpoint.header(guard=draft.guard, **noted, shards=len(written), shards_bytes=size_bytes)
         index = prepare(payload, header=header, finite=guarded_in(payload, self._output.components, draft.guard))
         return index, size_bytes + index.size_bytes
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from hashlib import sha256
 from typing import Any, cast
 
 import numpy as np
@@ -19,9 +20,12 @@ import torch
 from safeckpt.state.component import Captured, Component, class_name
 from safeckpt.state.guard import Guard
 
+_UNDRAWN = (623, 624)  # where a Mersenne Twister stands before its first draw
+
 __all__ = [
     "GeneratorComponent",
     "RngStreams",
+    "drawn_streams",
     "packed_numpy",
     "packed_python",
     "unpacked_numpy",
@@ -171,6 +175,26 @@ class RngStreams:
         for kind, states in state["devices"].items():
             for index, one in enumerate(states):
                 getattr(torch, kind).set_rng_state(one.cpu(), index) if kind != "mps" else torch.mps.set_rng_state(one)
+
+
+def drawn_streams() -> dict[str, str]:
+    """Return from where each stream was drawn, by its name; without those that nobody has drawn from.
+
+    What it says is the same for the same seed, whatever was drawn: torch remembers its seed, and the words of the two
+    others change every 624 draws.
+    """
+    found = {}
+    seed = torch.initial_seed()
+    if not torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(seed).get_state()):
+        found["torch"] = str(seed)
+    numpy = np.random.get_state(legacy=False)  # noqa: NPY002
+    words, position = numpy["state"].get("key"), numpy["state"].get("pos")
+    if words is not None and (position not in _UNDRAWN or numpy["has_gauss"]):
+        found["numpy"] = sha256(words.tobytes()).hexdigest()[:16]
+    _, (*python, at), gauss = random.getstate()
+    if at not in _UNDRAWN or gauss is not None:
+        found["python"] = sha256(repr(python).encode()).hexdigest()[:16]
+    return found
 
 
 def _device_states() -> dict[str, list[torch.Tensor]]:
