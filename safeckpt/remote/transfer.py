@@ -16,6 +16,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+import numpy as np
+
 from safeckpt.errors import DamagedCheckpointError
 from safeckpt.file import INDEX, open_checkpoint, open_file
 from safeckpt.file.checksum import ChunkDigest
@@ -73,8 +75,9 @@ class _Part:
         digest = ChunkDigest()
         sent = 0
         while sent < self.size_bytes:
-            # A new buffer each: the parts before may still be under way.
-            piece = memoryview(bytearray(min(PART_BYTES, self.size_bytes - sent)))
+            # A new buffer each: the parts before may still be under way. A bytearray would be filled with zeros first,
+            # and training could not take a step meanwhile.
+            piece = np.empty(min(PART_BYTES, self.size_bytes - sent), np.uint8).data
             filled = 0
             while filled < len(piece):
                 taken = self.file.readinto(piece[filled:])
