@@ -98,7 +98,7 @@ class Baseline:
                     self._note(component)
 
     def _note(self, component: Component) -> None:
-        for report, tensor in nonfinite(component.guarded(component.capture().savable(), Guard())):
+        for report, tensor in nonfinite(component.guarded(Captured(component.state()), Guard())):
             if tensor.layout is torch.strided and report.name.rpartition(".")[2] not in _STATISTICS:
                 self._infinite[report.name] = masks(tensor)[1].cpu()
 

@@ -100,6 +100,14 @@ class Component:
         """
         return Captured(detached(self.obj.state_dict()), {"class": class_name(self.obj)})
 
+    def state(self) -> Any:
+        """Return the state alone, where nothing of what `capture` puts beside it is needed.
+
+        Raises:
+            SaveError: It cannot be saved.
+        """
+        return self.capture().savable().state
+
     def check(self, captured: Captured) -> list[str]:
         """Return what keeps `captured` from being applied, one sentence each. Changes nothing."""
         difference = self._class_difference(captured)

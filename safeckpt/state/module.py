@@ -137,12 +137,12 @@ class ModuleComponent(Component):
         return Captured(state, record)
 
     def state(self) -> OrderedDict[str, Any]:
-        """Return the `state_dict` under clean names: what `capture` returns, without what is beside it."""
+        """Return the `state_dict` under clean names."""
         modules = clean_modules(self.obj)
         raw = self.obj.state_dict()
         state: OrderedDict[str, Any] = OrderedDict()
         for key, value in raw.items():
-            if isinstance(value, torch.Tensor) and kind_of(value) is TensorKind.NESTED:
+            if isinstance(value, torch.Tensor) and value.is_nested and kind_of(value) is TensorKind.NESTED:
                 raise UnsavableStateError(
                     location=join(self.name, _clean_key(key, modules)),
                     type_name="nested tensor in a module",
@@ -300,9 +300,8 @@ class ModuleComponent(Component):
 
     def guarded(self, captured: Captured, guard: Guard) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield parameters, and buffers and extra state when the guard looks at buffers."""
-        parameters = captured.record["requires_grad"]
         for key, value in captured.state.items():
-            if guard.buffers or key in parameters:
+            if guard.buffers or key in captured.record["requires_grad"]:
                 yield from guarded_tensors(value, join(self.name, key))
                 if not isinstance(value, torch.Tensor):  # extra state
                     yield from nonfinite_floats(value, join(self.name, key), infinite=False)

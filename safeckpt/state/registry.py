@@ -239,9 +239,10 @@ def _uncaptured_of_module(module: ModuleComponent) -> Iterator[str]:
     with RngStreams.untouched():  # a user's state_dict may draw
         state = module.state()
     saved = {f"{module.name}.{key}" for key in state}
-    # A wrapper, such as Fabric's, may save them under the names they have in the module that it wraps.
-    places = {_place(value) for value in state.values() if isinstance(value, torch.Tensor)} - {None}
-    left_out = [name for name, p in trainable.items() if name not in saved and _place(p) not in places]
+    left_out = [name for name in trainable if name not in saved]
+    if left_out:  # a wrapper, such as Fabric's, may save them under the names they have in the module that it wraps
+        places = {_place(value) for value in state.values() if isinstance(value, torch.Tensor)} - {None}
+        left_out = [name for name in left_out if _place(trainable[name]) not in places]
     if left_out:
         yield f"{module.name}: its state_dict leaves out {listed(left_out)} (trainable: requires_grad is True)"
     hooks = [state for one in module.outermost.modules() for state in communication_states(one)]
