@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from safeckpt.errors import ComponentMismatchError, UnsavableStateError, listed
-from safeckpt.file import DTYPE_NAMES, TensorSource, encode, load_lazily, open_checkpoint, prepare
+from safeckpt.file import DTYPE_NAMES, TensorSource, WrittenFile, encode, load_lazily, open_checkpoint, prepare
 from safeckpt.remote import is_url, local_copy
 from safeckpt.state import RESERVED_KEY
 from safeckpt.state.tree import ENTER, map_tree
@@ -322,9 +322,10 @@ def _write_torch(
 
     prepared = prepare(encode(map_tree(part, written)))
 
-    def write(file: BinaryIO) -> None:
-        prepared.write(file)
+    def write(file: BinaryIO) -> WrittenFile:
+        written = prepared.write(file)
         source.check_unchanged()
+        return written
 
     commit(target, write, check=prepared.check, size_bytes=prepared.size_bytes)
     return (target,)

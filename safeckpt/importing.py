@@ -27,7 +27,7 @@ from safeckpt.errors import (
     UntrustedTypeError,
     listed,
 )
-from safeckpt.file import CheckpointFile, encode, is_folder, load_lazily, open_checkpoint, prepare
+from safeckpt.file import CheckpointFile, WrittenFile, encode, is_folder, load_lazily, open_checkpoint, prepare
 from safeckpt.remote import is_url
 from safeckpt.run.arguments import checked_step
 from safeckpt.run.catalog import Checkpoint
@@ -285,8 +285,8 @@ def _commit(
 ) -> Checkpoint:
     """Write the payload as the first checkpoint of a directory."""
 
-    def check(file: BinaryIO) -> None:
-        prepared.check(file)
+    def check(file: BinaryIO, written: WrittenFile) -> None:
+        prepared.check(file, written)
         opened.check_unchanged()  # what was written was mapped from them
 
     encoded = encode(payload, root="payload")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class Entry:
 
 def _wide_extra(entry: Entry, stored: int) -> bytes:
     """Return the 64-bit fields; the stored size is not yet known to torch's writer in the local header."""
-    if entry.size < LIMIT32 and entry.header_offset < LIMIT32:
+    if not entry.wide:
         return b""
     fields = []
     if entry.size >= LIMIT32:
@@ -114,9 +115,15 @@ def local_header(entry: Entry) -> bytes:
     """Return what stands before the data of a record, padding included."""
     wide = _wide_extra(entry, 0)
     padding = entry.data_offset - entry.header_offset - LOCAL.size - len(entry.name) - len(wide) - 4
-    extra = b"%sFB%s%s" % (wide, struct.pack("<H", padding), b"Z" * padding)
-    fixed = LOCAL.pack(LOCAL_SIGNATURE, 0, entry.flags, 0, 0, 0, 0, 0, 0, len(entry.name), len(extra))
-    return fixed + entry.name + extra
+    before, after = _around_name(entry.flags, len(entry.name), len(wide), padding)
+    return b"%s%s%s%s" % (before, entry.name, wide, after)
+
+
+@lru_cache(maxsize=1024)
+def _around_name(flags: int, name_bytes: int, wide_bytes: int, padding: int) -> tuple[bytes, bytes]:
+    """Return what of a local header stands before the name, and after it and the 64-bit fields; most are alike."""
+    after = b"FB%s%s" % (struct.pack("<H", padding), b"Z" * padding)
+    return LOCAL.pack(LOCAL_SIGNATURE, 0, flags, 0, 0, 0, 0, 0, 0, name_bytes, wide_bytes + len(after)), after
 
 
 def descriptor_bytes(entry: Entry) -> int:
@@ -162,18 +169,17 @@ def layout(records: list[tuple[str, int]]) -> tuple[list[Entry], int]:
 
 def central_directory(entries: Sequence[Entry]) -> bytes:
     """Return the table of contents."""
-    parts = []
+    parts: list[bytes] = []
     for entry in entries:
-        size = min(entry.size, LIMIT32)
-        extra = _wide_extra(entry, entry.size)
-        parts.append(
-            CENTRAL.pack(
-                CENTRAL_SIGNATURE, 0, 0, entry.flags, 0, 0, 0, entry.crc, size, size,
-                len(entry.name), len(extra), 0, 0, 0, 0, min(entry.header_offset, LIMIT32),
-            )
+        size, header_offset = entry.size, entry.header_offset
+        extra = _wide_extra(entry, size)
+        if extra:
+            size, header_offset = min(size, LIMIT32), min(header_offset, LIMIT32)
+        fixed = CENTRAL.pack(
+            CENTRAL_SIGNATURE, 0, 0, entry.flags, 0, 0, 0, entry.crc, size, size,
+            len(entry.name), len(extra), 0, 0, 0, 0, header_offset,
         )  # fmt: skip
-        parts.append(entry.name)
-        parts.append(extra)
+        parts += (fixed, entry.name, extra)
     return b"".join(parts)
 
 

@@ -285,8 +285,8 @@ def _check_listed(path: str, name: str, found: int | None, size: int) -> None:
         raise DamagedCheckpointError(path=path, reason=reason, record=name)
 
 
-def _check_file(remote: RemoteCheckpoint) -> Callable[[BinaryIO], None]:
-    def check(file: BinaryIO) -> None:
+def _check_file(remote: RemoteCheckpoint) -> Callable[[BinaryIO, object], None]:
+    def check(file: BinaryIO, _: object) -> None:
         with open_file(file) as opened:
             opened.check_structure()
             step = (opened.header() or {}).get("step")

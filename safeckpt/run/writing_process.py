@@ -11,6 +11,7 @@ process does, however that ends: the connection between them is closed then.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import gc
 import io
@@ -33,7 +34,7 @@ from typing import IO, Any
 import numpy as np
 
 from safeckpt.errors import WritingProcessError
-from safeckpt.file.writing.second_look import Guarded
+from safeckpt.file.writing.second_look import Bits, Guarded
 from safeckpt.file.writing.stable_copies import Content, Memory
 from safeckpt.file.writing.write import JoinedFile, PreparedFile, WrittenFile
 from safeckpt.store.commit import NewFile
@@ -56,6 +57,7 @@ _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM
 _MOST_DESCRIPTORS = 64  # Linux hands over 253 at once
 _GOODBYE_SECONDS = 5.0
 _LOOKS_MILLISECONDS = 1000
+_NOT_GUARDED = Guarded("", ())
 
 
 def why_impossible() -> str | None:
@@ -74,11 +76,12 @@ class _SharedBytes:
     memory: mmap | bytes
     low: int
     nbytes: int
-    guarded: Guarded | None
+    bits: Bits | None
+    guarded: Guarded
     is_on_host: bool = True
 
-    def copy(self) -> bytes:
-        return bytes(self.view())
+    def copy_to(self, address: int) -> None:
+        ctypes.memmove(address, np.frombuffer(self.view(), np.uint8).ctypes.data, self.nbytes)
 
     def view(self) -> memoryview:
         return memoryview(self.memory)[self.low : self.low + self.nbytes]
@@ -258,7 +261,7 @@ def _in_shared_memory(contents: Sequence[Content]) -> dict[int, Content]:
         if isinstance(content, bytes):
             continue
         if not content.nbytes:
-            found[id(content)] = _SharedBytes(b"", 0, 0, content.guarded)
+            found[id(content)] = _of_memory(content, b"", 0)
             continue
         view = content.view() if content.is_on_host else content.staged(0, content.nbytes)
         address = np.frombuffer(view, np.uint8).ctypes.data
@@ -266,15 +269,20 @@ def _in_shared_memory(contents: Sequence[Content]) -> dict[int, Content]:
         if memory is None:
             left.append((content, view))
         else:
-            found[id(content)] = _SharedBytes(memory, address - memory.address, content.nbytes, content.guarded)
+            found[id(content)] = _of_memory(content, memory, address - memory.address)
     if left:
         more = SharedMemory(sum(len(view) for _, view in left))
         end = 0
         for content, view in left:
             np.copyto(np.frombuffer(more, np.uint8, len(view), end), np.frombuffer(view, np.uint8))
-            found[id(content)] = _SharedBytes(more, end, len(view), content.guarded)
+            found[id(content)] = _of_memory(content, more, end)
             end += len(view)
     return found
+
+
+def _of_memory(content: Memory, memory: SharedMemory | bytes, low: int) -> _SharedBytes:
+    guarded = _NOT_GUARDED if content.bits is None else content.guarded
+    return _SharedBytes(memory, low, content.nbytes, content.bits, guarded)
 
 
 class _Packer(pickle.Pickler):

@@ -149,18 +149,19 @@ def _candidates(values: list[torch.Tensor], release: Callable[[torch.Tensor], No
     Small tensors are looked at in batches: fifty thousand calls of sum cost more than reading the memory.
     """
     batches: list[list[int]] = []
+    joint: list[int] = []
     room = 0
     for position, one in enumerate(values):
         size = one.numel()
         if size > _SMALL:
             batches.append([position])
-            room = 0
-        elif size <= room:
-            batches[-1].append(position)
-            room -= size
-        else:
-            batches.append([position])
-            room = _BATCH - size
+            continue
+        if size > room:
+            joint = []
+            batches.append(joint)
+            room = _BATCH
+        joint.append(position)
+        room -= size
     marks = [_mark(_joined([values[i] for i in batch]), release) for batch in batches]
     finite = torch.isfinite(torch.stack(marks)).tolist()
     found: list[int] = []

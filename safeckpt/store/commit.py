@@ -31,7 +31,7 @@ def commit(
     path: str | os.PathLike[str],
     write: Callable[[BinaryIO], T],
     *,
-    check: Callable[[BinaryIO], None] | None = None,
+    check: Callable[[BinaryIO, T], None] | None = None,
     step: int | None = None,
     size_bytes: int | None = None,
 ) -> T:
@@ -44,7 +44,8 @@ def commit(
         path: The final name. The directory has to exist.
         write: Writes the content into the unbuffered file that it is given, and may read it back. Each ``write`` call
             takes all of its data or raises; after a failed one nothing can be committed any more.
-        check: Looks at the content, from its start, before it is synced; refuses it by raising.
+        check: Looks at the content, from its start, before it is synced, and at what `write` has returned; refuses it
+            by raising.
         step: The step, when the file is a checkpoint in a directory whose writer lock is held. Without it, temporary
             files that dead processes left for this very path are removed first.
         size_bytes: Size that the file will have, when it is known: for the text when the disk is full.
@@ -158,14 +159,14 @@ def write_new(path: Path, write: Callable[[BinaryIO], T], *, size_bytes: int | N
         raise
 
 
-def _fill(file: NewFile, write: Callable[[BinaryIO], T], check: Callable[[BinaryIO], None] | None) -> T:
+def _fill(file: NewFile, write: Callable[[BinaryIO], T], check: Callable[[BinaryIO, T], None] | None) -> T:
     """Write the content, and put it on the disk."""
     result = write(cast("BinaryIO", file))
     if file.failure is not None:  # a writer that swallows errors must not commit a file with a hole
         raise file.failure
     if check is not None:
         file.seek(0)
-        check(cast("BinaryIO", file))
+        check(cast("BinaryIO", file), result)
     # Content before name: a file system may put the rename on the disk long before the data. A failure is final for
     # this file, since the kernel may have marked the lost pages clean (fsyncgate).
     disk.sync(file.raw)

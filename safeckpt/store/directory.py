@@ -135,7 +135,7 @@ class CheckpointDirectory:
         step: int,
         write: Callable[[BinaryIO], T],
         *,
-        check: Callable[[BinaryIO], None] | None = None,
+        check: Callable[[BinaryIO, T], None] | None = None,
         size_bytes: int | None = None,
     ) -> T:
         """Commit the checkpoint of a step, as `safeckpt.store.commit.commit` does.
@@ -152,7 +152,7 @@ class CheckpointDirectory:
         path: Path,
         write: Callable[[BinaryIO], T],
         *,
-        check: Callable[[BinaryIO], None],
+        check: Callable[[BinaryIO, T], None],
         size_bytes: int | None = None,
     ) -> T:
         """Replace a step's file, or the index of its directory, as `safeckpt.store.commit.commit` does.

@@ -14,7 +14,16 @@ from torch.nn.parameter import is_lazy
 
 from safeckpt.system.torch_private import is_transformed, is_zero_tensor
 
-__all__ = ["TensorKind", "describe_missing_memory", "has_memory", "has_own_copies", "is_plain", "kind_of", "span_of"]
+__all__ = [
+    "TensorKind",
+    "describe_missing_memory",
+    "fills_storage",
+    "has_memory",
+    "has_own_copies",
+    "is_plain",
+    "kind_of",
+    "span_of",
+]
 
 
 class TensorKind(enum.Enum):
@@ -125,7 +134,13 @@ def describe_missing_memory(tensor: torch.Tensor) -> str:
 
 def has_memory(tensor: torch.Tensor) -> bool:
     """Return whether the storage of a strided tensor reaches as far as its shape needs."""
-    held = tensor.untyped_storage().nbytes()
-    if tensor.nbytes == held and not tensor.storage_offset() and tensor.is_contiguous():
-        return True  # nearly always
-    return not tensor.numel() or span_of(tensor)[1] * tensor.element_size() <= held
+    return (
+        fills_storage(tensor)  # nearly always
+        or not tensor.numel()
+        or span_of(tensor)[1] * tensor.element_size() <= tensor.untyped_storage().nbytes()
+    )
+
+
+def fills_storage(tensor: torch.Tensor) -> bool:
+    """Return whether a strided tensor is all of its storage, from the first byte to the last."""
+    return tensor.nbytes == tensor.untyped_storage().nbytes() and not tensor.storage_offset() and tensor.is_contiguous()

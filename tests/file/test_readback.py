@@ -17,15 +17,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sparse (CSR|BSR|CSC|BSC) tensor 
 
 def written_with(prepared):
     buffer = io.BytesIO()
-    prepared.write(buffer)
-    return buffer
+    return buffer, prepared.write(buffer)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_state_that_can_be_saved_passes(name):
     """Nothing that a load reads back is refused before the commit."""
     prepared = prepare(encode(corpus()[name]), header={"step": 1})
-    prepared.check(written_with(prepared))
+    prepared.check(*written_with(prepared))
 
 
 PLACES = {
@@ -41,19 +40,21 @@ PLACES = {
 def test_disk_that_returns_other_bytes_is_noticed(place):
     """A flipped bit anywhere but in the data of a tensor is found before the file counts."""
     prepared = prepare(encode({"w": torch.ones(3)}), header={"step": 1})
-    data = bytearray(written_with(prepared).getvalue())
+    buffer, written = written_with(prepared)
+    data = bytearray(buffer.getvalue())
     with open_file(io.BytesIO(data)) as file:
         data[PLACES[place](file.archive())] ^= 1
     with pytest.raises(UnsavableStateError, match="cannot be read back"):
-        prepared.check(io.BytesIO(data))
+        prepared.check(io.BytesIO(data), written)
 
 
 @pytest.mark.parametrize("kept", [0, 10, 700, -1])
 def test_file_that_is_too_short_is_noticed(kept):
     """A file system that drops the end of a file, or all of it, does not get it committed."""
     prepared = prepare(encode({"w": torch.ones(3)}))
+    buffer, written = written_with(prepared)
     with pytest.raises(UnsavableStateError, match="cannot be read back"):
-        prepared.check(io.BytesIO(written_with(prepared).getvalue()[:kept]))
+        prepared.check(io.BytesIO(buffer.getvalue()[:kept]), written)
 
 
 def test_tensor_that_does_not_fit_its_record_is_noticed(monkeypatch):
@@ -68,7 +69,7 @@ def test_tensor_that_does_not_fit_its_record_is_noticed(monkeypatch):
     monkeypatch.setattr(preparing, "pickle_payload", cut)
     prepared = prepare(encode({"w": torch.ones(3)}))
     with pytest.raises(UnsavableStateError, match=r"a tensor needs 12 bytes of data/0"):
-        prepared.check(written_with(prepared))
+        prepared.check(*written_with(prepared))
 
 
 def test_save_that_cannot_be_read_back_leaves_the_old_file(tmp_path, monkeypatch):

@@ -67,7 +67,7 @@ def test_operations_come_in_the_durable_order(tmp_path: Path) -> None:
     """Content is synced before the rename, the directory after it, and nothing comes after that."""
     recorder = Recorder()
     with intercept(recorder):
-        commit(tmp_path / "model.pt", writer(), check=lambda _: None)
+        commit(tmp_path / "model.pt", writer(), check=lambda *_: None)
     assert recorder.kinds == [
         "open_directory", "listing", "create", "claim", "write", "write", "sync", "close", "replace", "sync_directory",
     ]  # fmt: skip
@@ -193,7 +193,7 @@ def test_system_that_takes_nothing_is_an_error(tmp_path: Path, monkeypatch: pyte
 def test_check_reads_the_content_from_its_start(tmp_path: Path) -> None:
     """The check sees, before the commit, every byte that was written."""
     seen = []
-    commit(tmp_path / "model.pt", writer(), check=lambda file: seen.append((file.read(), names_in(tmp_path))))
+    commit(tmp_path / "model.pt", writer(), check=lambda file, _: seen.append((file.read(), names_in(tmp_path))))
     assert [data for data, _ in seen] == [NEW]
     assert "model.pt" not in seen[0][1]
 
@@ -202,7 +202,7 @@ def test_check_that_refuses_changes_nothing(tmp_path: Path) -> None:
     """A file that its check refuses is never visible."""
     (tmp_path / "model.pt").write_bytes(OLD)
 
-    def check(file: BinaryIO) -> None:
+    def check(file: BinaryIO, _: object) -> None:
         raise DamagedCheckpointError(path="x", reason="it is")
 
     with pytest.raises(DamagedCheckpointError):

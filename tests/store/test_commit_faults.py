@@ -60,7 +60,7 @@ class Scenario:
 
 
 def _save(path: Path) -> None:
-    commit(path / "model.pt", write, check=lambda file: file.read(1))
+    commit(path / "model.pt", write, check=lambda file, _: file.read(1))
 
 
 def _save_again(path: Path) -> Content:

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from safeckpt.file.writing.second_look import Bits, Guarded
+from safeckpt.file.writing.second_look import Bits
 from safeckpt.file.writing.spans import view_of
 from safeckpt.system.tensor_kind import is_plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from safeckpt.file.writing.spans import Span, View
+    from safeckpt.file.writing.spans import Span
 
 __all__ = ["mark_guarded"]
 
@@ -31,47 +31,50 @@ _BITS: Final = {
 
 
 def mark_guarded(
-    finite: Iterable[tuple[str, torch.Tensor]], by_id: Mapping[int, tuple[Span, View]], spans: Iterable[Span]
+    finite: Iterable[tuple[str, torch.Tensor]],
+    by_id: Mapping[int, Span],
+    whole: Mapping[int, Span],
+    spans: Iterable[Span],
 ) -> None:
     """Note which records hold nothing but elements of tensors that the guard found finite.
 
     Args:
         finite: Names and tensors that the guard has looked at.
-        by_id: Records by the identity of their tensors, and where these are in them.
+        by_id: Records by the identity of their tensors.
+        whole: The same for tensors that are all of their storage.
         spans: All records.
     """
     others: list[tuple[str, torch.Tensor]] = []
     for name, tensor in finite:
-        if tensor.dtype not in _BITS:
+        bits = _BITS.get(tensor.dtype)
+        if bits is None:
             continue
-        span, view = by_id.get(id(tensor), (None, None))
-        if span is None or view is None or view[2:] != (span.low, span.high) or tensor.nbytes != span.nbytes:
+        span = whole.get(id(tensor))
+        if span is None:
             others.append((name, tensor))
-        elif span.nbytes and span.guarded is None:  # nearly always: the tensor is all of the record
-            span.guarded = _all_of_it(name, tensor)
+        elif span.bits is None and span.nbytes:  # nearly always: the tensor is all of the record
+            span.guard(name, tensor, bits)
     if others:
         _mark_joined(others, by_id, spans)
 
 
-def _mark_joined(
-    finite: Iterable[tuple[str, torch.Tensor]], by_id: Mapping[int, tuple[Span, View]], spans: Iterable[Span]
-) -> None:
+def _mark_joined(finite: Iterable[tuple[str, torch.Tensor]], by_id: Mapping[int, Span], spans: Iterable[Span]) -> None:
     """Note the records that several tensors fill together, and those of tensors that are known by address alone."""
     by_address: dict[int, Span] | None = None  # for tensors made of NumPy arrays, each time anew
     found: dict[Span, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in finite:
         if not is_plain(tensor) or not tensor.numel():
             continue
-        span, _ = by_id.get(id(tensor), (None, None))
+        span = by_id.get(id(tensor))
         if span is None:
             if by_address is None:
                 by_address = {one.storage.data_ptr() + one.low: one for one in spans if one.nbytes}
             span = by_address.get(tensor.data_ptr())
-        if span is not None and span.guarded is None:
+        if span is not None and span.bits is None:
             found.setdefault(span, []).append((name, tensor))
     for span, tensors in found.items():
         if _fill(span, [tensor for _, tensor in tensors]):
-            span.guarded = _guarded(span, tensors)
+            _guard(span, tensors)
 
 
 def _fill(span: Span, tensors: Sequence[torch.Tensor]) -> bool:
@@ -91,15 +94,7 @@ def _fill(span: Span, tensors: Sequence[torch.Tensor]) -> bool:
     return end == span.high
 
 
-def _guarded(span: Span, tensors: Sequence[tuple[str, torch.Tensor]]) -> Guarded:
-    for name, tensor in tensors:
-        if tensor.nbytes == span.nbytes:
-            return _all_of_it(name, tensor)
-    first = tensors[0][1]
-    names = ", ".join(name for name, _ in tensors[:3])
-    return Guarded(names, (span.nbytes // first.element_size(),), _BITS[first.dtype])
-
-
-def _all_of_it(name: str, tensor: torch.Tensor) -> Guarded:
-    shape = tuple(tensor.size()) if tensor.is_contiguous() else (tensor.numel(),)
-    return Guarded(name, shape, _BITS[tensor.dtype])
+def _guard(span: Span, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    whole = [(name, tensor) for name, tensor in tensors if tensor.nbytes == span.nbytes]
+    name, tensor = whole[0] if whole else (", ".join(name for name, _ in tensors[:3]), tensors[0][1])
+    span.guard(name, tensor, _BITS[tensor.dtype])

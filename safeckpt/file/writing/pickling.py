@@ -17,8 +17,8 @@ from torch.serialization import location_tag, normalize_storage_type
 
 from safeckpt.file.writing.convert import EMPTY_BYTES
 from safeckpt.file.writing.guarded import mark_guarded
-from safeckpt.file.writing.spans import UsedStorages, View, view_of
-from safeckpt.system.tensor_kind import is_plain
+from safeckpt.file.writing.spans import UsedStorages, View, stored_dtype, view_of
+from safeckpt.system.tensor_kind import fills_storage, is_plain
 from safeckpt.system.torch_private import (
     DTYPE_TO_STORAGE,
     STORAGE_CLASSES,
@@ -98,7 +98,7 @@ def pickle_payload(payload: object, protocol: int = 2, finite: Iterable[tuple[st
         storages.cut()
         pickler = _Pickler(storages, pickler, fix_imports=protocol < 3)
         data = pickler.pickled(payload)
-    mark_guarded(finite, pickler.placed, storages.spans)
+    mark_guarded(finite, pickler.placed, pickler.whole, storages.spans)
     if protocol == 3:
         data = b"\x80\x03" + data[2:]
     return Pickled(data, pickler.spans, pickler.plain)
@@ -184,8 +184,8 @@ class _Pickler(pickle.Pickler):
         fix_imports: As for `pickle.Pickler`.
 
     Attributes:
-        placed: The record of every simple tensor and where it begins in memory, by identity. The pickler's own memo
-            holds the tensors.
+        placed: The record of every simple tensor, by identity. The pickler's own memo holds the tensors.
+        whole: The same for those alone that are all of their storage.
         spans: The records, in the order in which they are first referred to.
         plain: Whether every class and function so far is one that torch itself allows a safe load to use.
     """
@@ -195,10 +195,10 @@ class _Pickler(pickle.Pickler):
         super().__init__(self._buffer, protocol=2, fix_imports=fix_imports)
         self._before = before
         self._storages = storages
-        self._references: dict[int, _Reference] = {}
         self._types: dict[torch.dtype | None, type] = {None: normalize_storage_type(torch.UntypedStorage)}
         self._locations: dict[torch.device, str] = {}
-        self.placed: dict[int, tuple[Span, View]] = {}
+        self.placed: dict[int, Span] = {}
+        self.whole: dict[int, Span] = {}
         self.spans: list[Span] = []
         self.plain = True
 
@@ -220,15 +220,12 @@ class _Pickler(pickle.Pickler):
         if kind is _NoHooks:
             return _NO_HOOKS_REDUCED
         if kind is torch.Tensor and _is_simple(obj):
-            view = view_of(obj)
-            span, offset = self._storages.place(obj.untyped_storage(), view)
-            self.placed[id(obj)] = span, view
+            span, offset = self._place_simple(obj, id(obj))
             args = (self._refer(span), offset, tuple(obj.size()), obj.stride(), obj.requires_grad, _NoHooks())
             return rebuild_tensor_v2, args
         if kind is torch.nn.Parameter and _is_simple(obj):
             data = obj.data
-            view = view_of(data)
-            self.placed[id(obj)] = self._storages.place(data.untyped_storage(), view)[0], view
+            self._place_simple(data, id(obj))
             return rebuild_parameter, (data, obj.requires_grad, _NoHooks())
         if isinstance(obj, torch.Tensor):
             self.plain = self.plain and (kind is torch.Tensor or kind is torch.nn.Parameter)
@@ -237,26 +234,35 @@ class _Pickler(pickle.Pickler):
             self.plain = False
         return NotImplemented
 
+    def _place_simple(self, tensor: torch.Tensor, identity: int) -> tuple[Span, int]:
+        if not fills_storage(tensor):
+            span, offset = self._storages.place(tensor.untyped_storage(), view_of(tensor))
+            self.placed[identity] = span
+            return span, offset
+        span = self._storages.place_whole(tensor.untyped_storage(), stored_dtype(tensor), tensor.itemsize)
+        self.placed[identity] = self.whole[identity] = span
+        return span, 0
+
     def _place(self, storage: torch.UntypedStorage, view: View) -> tuple[_Reference, int]:
         span, offset = self._storages.place(storage, view)
         return self._refer(span), offset
 
     def _refer(self, span: Span) -> _Reference:
         """Name a record as torch does: by number, in the order in which records are first referred to."""
-        if span.key is not None:
+        if span.persistent_id is not None:
             # A new tuple each time, as torch makes one: pickle would refer to the same one by its number.
-            return _Reference((*self._references[id(span)].persistent_id,))
-        span.key = str(len(self.spans))
-        self.spans.append(span)
-        storage_type = self._types.get(span.dtype)
+            return _Reference((*span.persistent_id,))
+        dtype = span.dtype
+        storage_type = self._types.get(dtype)
         if storage_type is None:
-            storage_type = getattr(torch, DTYPE_TO_STORAGE[span.dtype])  # type: ignore[index]  # None is in there
-            self._types[span.dtype] = storage_type
+            storage_type = getattr(torch, DTYPE_TO_STORAGE[dtype])  # type: ignore[index]  # None is in there
+            self._types[dtype] = storage_type
         device = span.storage.device
         location = self._locations.get(device)
         if location is None:
             location = self._locations[device] = location_tag(span.storage)
-        numel = span.nbytes if span.dtype is None else span.nbytes // span.dtype.itemsize
-        reference = _Reference(("storage", storage_type, span.key, location, numel))
-        self._references[id(span)] = reference
-        return reference
+        nbytes = span.high - span.low
+        numel = nbytes if dtype is None else nbytes // dtype.itemsize
+        span.persistent_id = ("storage", storage_type, str(len(self.spans)), location, numel)
+        self.spans.append(span)
+        return _Reference(span.persistent_id)

@@ -1,20 +1,21 @@
 """Check before the commit that a file which was just written can be read back.
 
-Everything but the data of the tensors is read again, from the file: its end, its table of contents, its small records.
-The pickle has to be the one that was made, and is gone through once more with nothing but sizes: every tensor must lie
-inside the record that is there for it. A full scan, as a load makes it, takes five times as long.
+Everything but the data of the tensors is read again, from the file: its end, its table of contents, the records that
+are no tensor. They have to be those that were written. The pickle is gone through once more with nothing but sizes:
+every tensor must lie inside the record that is there for it. A full scan, as a load makes it, takes five times as long.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Final
 
 from safeckpt.errors import LoadError, UnsavableStateError
+from safeckpt.file.archive import FOLDER
 from safeckpt.file.pickle_calls import storage_dtype
 from safeckpt.file.pickle_scan import python3_name
-from safeckpt.file.reading.checkpoint_file import open_file
+from safeckpt.file.reading.source import source_of
 from safeckpt.system.torch_private import allowed_globals
 
 if TYPE_CHECKING:
@@ -25,33 +26,40 @@ if TYPE_CHECKING:
 
 __all__ = ["check_written"]
 
+_FOLDER: Final = FOLDER.encode()
 
-def check_written(f: IO[bytes], size_bytes: int, records: Sequence[tuple[Entry, Content]], *, is_plain: bool) -> None:
+
+def check_written(
+    f: IO[bytes], size_bytes: int, records: Sequence[tuple[Entry, Content]], tail: bytes, *, is_plain: bool
+) -> None:
     """Check a file that was written a moment ago.
 
     Args:
         f: The file, open for reading.
         size_bytes: Length that it has to have.
         records: What was written, in order.
+        tail: What was written after them.
         is_plain: Whether its pickle holds nothing but plain values and tensors.
 
     Raises:
         UnsavableStateError: It is not what was written, or would be refused by a load.
     """
+    expected = [(entry.name.decode(), entry.data_offset, data) for entry, data in records if isinstance(data, bytes)]
+    expected.append(("its end", size_bytes - len(tail), tail))
+    source = source_of(f)
     try:
-        with open_file(f) as file:
-            if file.size_bytes != size_bytes:
-                raise _unreadable(f"it has {file.size_bytes} bytes instead of {size_bytes}")
-            found = file.archive()
-            for entry, content in records:
-                if isinstance(content, bytes) and found.read(entry) != content:
-                    raise _unreadable(f"{found.short_name(entry)} is not what was written")
-            if is_plain:
-                data = next(content for entry, content in records if entry.name.endswith(b"/data.pkl"))
-                sizes = {found.short_name(entry): entry.size for entry in found.entries}
-                _SizeReader(data, sizes).load()
+        if source.size_bytes != size_bytes:
+            raise _unreadable(f"it has {source.size_bytes} bytes instead of {size_bytes}")
+        for name, offset, data in expected:
+            if source.read(offset, len(data)) != data:
+                raise _unreadable(f"{name} is not what was written")
     except LoadError as error:
         raise _unreadable(str(error).splitlines()[0]) from error
+    finally:
+        source.close()
+    if is_plain:
+        pickled = next(data for entry, data in records if entry.name.endswith(b"/data.pkl"))
+        _SizeReader(pickled, {entry.name: entry.size for entry, _ in records}).load()
 
 
 def _unreadable(reason: str) -> UnsavableStateError:
@@ -79,7 +87,7 @@ _TENSOR = _Tensor()
 class _SizeReader(pickle.Unpickler):
     """Goes through a pickle of our own making and builds its plain values, but no storage and no tensor."""
 
-    def __init__(self, data: Any, sizes: Mapping[str, int]) -> None:
+    def __init__(self, data: Any, sizes: Mapping[bytes, int]) -> None:
         super().__init__(io.BytesIO(data), encoding="utf-8")
         self._sizes = sizes
 
@@ -97,7 +105,7 @@ class _SizeReader(pickle.Unpickler):
     def persistent_load(self, persistent_id: Any) -> tuple[str, int, int]:
         _, dtype, key, _, numel = persistent_id
         size = numel * dtype.itemsize
-        if self._sizes.get(f"data/{key}") != size:
+        if self._sizes.get(b"%s/data/%s" % (_FOLDER, key.encode())) != size:
             raise _unreadable(f"a tensor needs {size} bytes of data/{key}")
         return key, size, dtype.itemsize
 

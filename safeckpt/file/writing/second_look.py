@@ -8,18 +8,19 @@ that are written are looked at as well, while they are in the cache, by the thre
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final, NamedTuple
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from safeckpt.errors import NonFiniteError, NonFiniteTensor
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from safeckpt.file.writing.stable_copies import Memory
 
-__all__ = ["Bits", "Guarded", "SecondLook", "refuse_nonfinite"]
-
-_JOINED_BYTES: Final = 1 << 20  # small tensors are joined up to this before they are looked at
+__all__ = ["Bits", "Guarded", "look_at_joined", "refuse_nonfinite"]
 
 
 class Bits(NamedTuple):
@@ -29,7 +30,7 @@ class Bits(NamedTuple):
         unsigned: Integers of the same width.
         magnitude: All bits but the sign.
         infinite: The magnitude of Inf; that of every NaN is larger.
-        number: The type of NumPy that adds them up at the speed of memory, where there is one.
+        number: The type of NumPy that compares them at the speed of memory, where there is one.
         parts: Numbers in an element.
     """
 
@@ -46,46 +47,31 @@ class Guarded(NamedTuple):
     Attributes:
         name: What the guard calls it.
         shape: Its shape, when its elements lie in the order of their indices; else their number.
-        bits: How its dtype, also where the file calls its elements bytes, says NaN and Inf.
     """
 
     name: str
     shape: tuple[int, ...]
-    bits: Bits
 
 
-class SecondLook:
-    """Looks at small records together: for one at a time, the calls would cost more than the work."""
+def look_at_joined(joined: memoryview, records: Iterable[tuple[Memory, int]]) -> None:
+    """Look at small records together: for one at a time, the calls would cost more than the work.
 
-    def __init__(self) -> None:
-        self._waiting: dict[Bits, list[tuple[Memory, bytes]]] = {}
-        self._bytes = 0
+    Args:
+        joined: Bytes of a file in which the records are; what is between two of them is looked at as well. It is text,
+            small numbers and zeros. Should it ever look like NaN, the records are looked at one by one.
+        records: The records in order, and where in those bytes each begins.
 
-    def add(self, memory: Memory, data: bytes) -> None:
-        """Take in a small record.
-
-        Raises:
-            NonFiniteError: One of those taken in holds NaN or Inf.
-        """
-        if memory.guarded is None:
-            return
-        self._waiting.setdefault(memory.guarded.bits, []).append((memory, data))
-        self._bytes += len(data)
-        if self._bytes >= _JOINED_BYTES:
-            self.finish()
-
-    def finish(self) -> None:
-        """Look at what is left.
-
-        Raises:
-            NonFiniteError: One of those taken in holds NaN or Inf.
-        """
-        for bits, records in self._waiting.items():
-            if not _is_finite(b"".join(data for _, data in records), bits):
-                for memory, data in records:
-                    refuse_nonfinite(memory, 0, data)
-        self._waiting.clear()
-        self._bytes = 0
+    Raises:
+        NonFiniteError: One of them holds NaN or Inf, and was found finite by the guard.
+    """
+    for bits, run in groupby(records, lambda record: record[0].bits):
+        if bits is None:
+            continue
+        group = list(run)
+        (_, low), (last, end) = group[0], group[-1]
+        if not _is_finite(joined[low : end + last.nbytes], bits):
+            for memory, start in group:
+                refuse_nonfinite(memory, 0, joined[start : start + memory.nbytes])
 
 
 def refuse_nonfinite(memory: Memory, start: int, data: bytes | memoryview) -> None:
@@ -94,9 +80,10 @@ def refuse_nonfinite(memory: Memory, start: int, data: bytes | memoryview) -> No
     Raises:
         NonFiniteError: It holds NaN or Inf, and was found finite by the guard.
     """
-    if memory.guarded is None or _is_finite(data, memory.guarded.bits):
+    bits = memory.bits
+    if bits is None or _is_finite(data, bits):
         return
-    name, shape, bits = memory.guarded
+    name, shape = memory.guarded
     magnitudes = _magnitudes(data, bits).reshape(-1, bits.parts)
     nan = (magnitudes > bits.infinite).any(axis=1)
     inf = (magnitudes == bits.infinite).any(axis=1) & ~nan
@@ -110,10 +97,12 @@ def refuse_nonfinite(memory: Memory, start: int, data: bytes | memoryview) -> No
 
 
 def _is_finite(data: bytes | memoryview, bits: Bits) -> bool:
+    if not len(data):
+        return True
     if bits.number is not None:
+        numbers = np.frombuffer(data, bits.number)
         with np.errstate(all="ignore"):
-            if math.isfinite(np.frombuffer(data, bits.number).sum()):
-                return True  # nearly always; a sum that overflows says nothing
+            return math.isfinite(numbers.max()) and math.isfinite(numbers.min())  # NaN is both
     return int(_magnitudes(data, bits).max(initial=0)) < bits.infinite
 
 

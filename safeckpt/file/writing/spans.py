@@ -11,19 +11,18 @@ all of a model's state, each type has a record; tensors of two types that share 
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from safeckpt.errors import UnsavableStateError
+from safeckpt.file.writing.second_look import Bits, Guarded
 from safeckpt.file.writing.stable_copies import as_view
 from safeckpt.system.tensor_kind import span_of
 from safeckpt.system.torch_private import BYTES_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-
-    from safeckpt.file.writing.second_look import Guarded
 
 __all__ = ["Span", "StorageTypeConflictError", "UsedStorages", "View", "stored_dtype", "view_of"]
 
@@ -80,21 +79,23 @@ class Span:
         dtype: Element type by which the file calls it; None for bytes.
         low: First byte.
         high: One past the last byte.
-        views: The tensors.
-        key: The name of the record, once it is referred to.
-        guarded: The tensor that the record is all of, when it has to be finite.
+        persistent_id: How the pickle refers to it, once it does.
+        bits: How its elements say NaN and Inf, when they have to be finite.
     """
 
-    __slots__ = ("_needed", "_unit", "dtype", "guarded", "high", "key", "low", "storage", "views")
+    __slots__ = (
+        "_guard", "_needed", "_unit", "_views", "_whole", "bits", "dtype", "high", "low", "persistent_id", "storage",
+    )  # fmt: skip
 
     def __init__(self, storage: torch.UntypedStorage, dtype: torch.dtype | None) -> None:
         self.storage = storage
         self.dtype = dtype
         self.low = 0
         self.high = storage.nbytes()
-        self.views: list[View] = []
-        self.key: str | None = None
-        self.guarded: Guarded | None = None
+        self.persistent_id: tuple[Any, ...] | None = None
+        self.bits: Bits | None = None
+        self._views: list[View] | None = None
+        self._whole = 0  # bytes of an element of a tensor that is all of the storage
         self._needed = (0, 0)
         self._unit = 1
 
@@ -108,9 +109,42 @@ class Span:
         """Whether the tensors so far need what the record is now."""
         return self._needed == (self.low, self.high)
 
+    def guard(self, name: str, tensor: torch.Tensor, bits: Bits) -> None:
+        """Have it looked at once more when it is written.
+
+        Args:
+            name: What the guard calls the tensors that it is all of.
+            tensor: The first of them.
+            bits: How they say NaN and Inf.
+        """
+        self.bits = bits
+        self._guard = (name, tensor)
+
+    @property
+    def guarded(self) -> Guarded:
+        """What was given to `guard`, without the tensor."""
+        name, tensor = self._guard
+        is_known = tensor.nbytes == self.nbytes and tensor.is_contiguous()
+        shape = tuple(tensor.size()) if is_known else (self.nbytes // tensor.element_size(),)
+        return Guarded(name, shape)
+
+    @property
+    def views(self) -> list[View]:
+        """The stretches that tensors touch."""
+        whole = [View(self.dtype, self._whole, 0, self.storage.nbytes())] if self._whole else []
+        return whole + (self._views or [])
+
+    def add_whole(self, itemsize: int) -> None:
+        """Take note of a tensor that is all of the storage, as nearly every one is."""
+        self._whole = itemsize
+        self._unit = max(self._unit, itemsize)
+        self._needed = (0, self.high)
+
     def add(self, view: View) -> None:
         """Take note of a tensor."""
-        self.views.append(view)
+        if self._views is None:
+            self._views = []
+        self._views.append(view)
         _, itemsize, low, high = view
         if low == high:
             return
@@ -123,7 +157,7 @@ class Span:
     def cut(self) -> None:
         """Be no more than what the tensors need, and have no name any more."""
         self.low, self.high = self._needed
-        self.key = None
+        self.persistent_id = None
 
     def offset_of(self, view: View) -> int | None:
         """Return at which of its own elements a tensor begins in the record, None when it is not all in there."""
@@ -134,7 +168,7 @@ class Span:
     @property
     def is_on_host(self) -> bool:
         """Whether the processor reads it where it is."""
-        return self.storage.device.type == "cpu"
+        return self.persistent_id is not None and self.persistent_id[3] == "cpu"
 
     @property
     def address(self) -> int:
@@ -152,11 +186,12 @@ class Span:
             )
         return self.storage.data_ptr() + self.low
 
-    def copy(self) -> bytes:
-        """Return a private copy of it, which is small."""
+    def copy_to(self, address: int) -> None:
+        """Copy all of it to an address in host memory; it is small."""
         if self.is_on_host:
-            return ctypes.string_at(self.address, self.nbytes)
-        return self._bytes(0, self.nbytes).cpu().numpy().tobytes()
+            ctypes.memmove(address, self.address, self.nbytes)
+        else:
+            ctypes.memmove(address, self._bytes(0, self.nbytes).cpu().data_ptr(), self.nbytes)
 
     def view(self) -> memoryview:
         """Return its memory, which is on the host.
@@ -210,17 +245,26 @@ class UsedStorages:
 
     def place(self, storage: torch.UntypedStorage, view: View) -> tuple[Span, int]:
         """Return where a tensor is found: its record, and at which element it begins there."""
-        key = (id(storage), view.dtype)
-        span = self._spans.get(key)
+        span = self._spans.get((id(storage), view.dtype))
         offset = None if span is None else span.offset_of(view)
         if span is None or offset is None:
             # When the records are cut, a tensor that was not there a moment ago: something makes it anew each time it
             # is pickled.
-            span = self._spans[key] = Span(storage, view.dtype)
+            span = self._spans[id(storage), view.dtype] = Span(storage, view.dtype)
             offset = view.low // view.itemsize
         if not self._is_cut:
             span.add(view)
         return span, offset
+
+    def place_whole(self, storage: torch.UntypedStorage, dtype: torch.dtype | None, itemsize: int) -> Span:
+        """Return the record of a tensor that is all of its storage, where it begins at element 0."""
+        key = (id(storage), dtype)
+        span = self._spans.get(key)
+        if span is None or (self._is_cut and span.nbytes != storage.nbytes()):
+            span = self._spans[key] = Span(storage, dtype)
+        if not self._is_cut:
+            span.add_whole(itemsize)
+        return span
 
     def check_types(self) -> None:
         """Check that the file can say what is in each storage.
@@ -228,6 +272,8 @@ class UsedStorages:
         Raises:
             StorageTypeConflictError: Tensors of different dtypes share bytes.
         """
+        if len({identity for identity, _ in self._spans}) == len(self._spans):
+            return  # nearly always: no storage has two types
         by_storage: dict[int, list[Span]] = {}
         for (identity, _), span in self._spans.items():
             by_storage.setdefault(identity, []).append(span)

@@ -2,8 +2,8 @@
 
 A tensor may change while it is saved: another thread trains, a process with shared memory writes. A digest of one
 reading and a write of another would make a file that nothing can verify. So every byte is copied once, into memory
-that nobody else has, and both digest and write are of that copy. Of small tensors it is what joins them into large
-writes; of large ones a buffer that stays in the cache, so that it costs no second pass over memory.
+that nobody else has, and both digest and write are of that copy: a buffer that stays in the cache, so that it costs no
+second pass over memory. Here this is done for large records, see `safeckpt.file.writing.small_records` for the others.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 import numpy as np
 
 from safeckpt.file.checksum import CHUNK_BYTES
-from safeckpt.file.writing.second_look import Guarded, refuse_nonfinite
+from safeckpt.file.writing.second_look import Bits, Guarded, refuse_nonfinite
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -23,15 +23,19 @@ if TYPE_CHECKING:
     from safeckpt.file.archive import Entry
     from safeckpt.file.checksum import CrcPool, CrcTask, Look
 
-__all__ = ["SMALL_BYTES", "Content", "Memory", "StableCopies", "as_view", "stable_copy"]
+__all__ = ["SMALL_BYTES", "Content", "Memory", "StableCopies", "as_view"]
 
 
 class Memory(Protocol):
     """Bytes that are somewhere in memory, where others may change them."""
 
     @property
-    def guarded(self) -> Guarded | None:
-        """The tensor that they are all of, when it has to be finite."""
+    def bits(self) -> Bits | None:
+        """How they say NaN and Inf, when they have to be finite; how the file calls them does not matter."""
+
+    @property
+    def guarded(self) -> Guarded:
+        """The tensor that they are all of, when they have to be finite."""
 
     @property
     def nbytes(self) -> int:
@@ -41,8 +45,8 @@ class Memory(Protocol):
     def is_on_host(self) -> bool:
         """Whether the processor reads them where they are."""
 
-    def copy(self) -> bytes:
-        """Return a private copy of all of them."""
+    def copy_to(self, address: int) -> None:
+        """Copy all of them to an address in host memory."""
 
     def view(self) -> memoryview:
         """Return them, where they are on the host."""
@@ -56,13 +60,6 @@ Content: TypeAlias = bytes | Memory
 SMALL_BYTES = 256 << 10  # below this, copying into one buffer is cheaper than a system call and a thread
 _PIECE_BYTES = 1 << 20  # divides CHUNK_BYTES
 _MOST_AHEAD = 3  # pieces: one is written, two are copied and checksummed; more would not stay in the cache
-
-
-def stable_copy(content: Content) -> bytes:
-    """Return a private copy of a small record."""
-    if isinstance(content, bytes):
-        return content
-    return content.copy() if content.nbytes else b""
 
 
 class StableCopies:
@@ -117,7 +114,7 @@ def _pieces(records: Sequence[tuple[Entry, Content]], start: int) -> Iterator[tu
 
 def _look_at(memory: Memory, low: int) -> Look | None:
     """Return what looks at a part of a piece that begins at a byte of a record, given where in the piece it begins."""
-    return None if memory.guarded is None else lambda start, data: refuse_nonfinite(memory, low + start, data)
+    return None if memory.bits is None else lambda start, data: refuse_nonfinite(memory, low + start, data)
 
 
 def as_view(array: np.ndarray) -> memoryview:
