@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import secrets
 import types
 from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,7 +19,7 @@ from torch.serialization import location_tag, normalize_storage_type
 from safeckpt.file.writing.convert import EMPTY_BYTES
 from safeckpt.file.writing.guarded import mark_guarded
 from safeckpt.file.writing.spans import UsedStorages, View, stored_dtype, view_of
-from safeckpt.system.tensor_kind import fills_storage, is_plain
+from safeckpt.system.tensor_kind import fills_storage
 from safeckpt.system.torch_private import (
     DTYPE_TO_STORAGE,
     STORAGE_CLASSES,
@@ -42,6 +43,7 @@ __all__ = ["Pickled", "pickle_payload", "used_storages"]
 _PLAIN_DTYPES: frozenset[torch.dtype] = frozenset(
     dtype for dtype in DTYPE_TO_STORAGE if "qint" not in str(dtype) and "quint" not in str(dtype)
 )
+_STRIDED = torch.strided
 _CALLABLE = (type, types.FunctionType, types.BuiltinFunctionType)
 _KNOWN_CALLABLES = frozenset(
     [value for value in allowed_globals().values() if isinstance(value, _CALLABLE)] + list(STORAGE_CLASSES)
@@ -90,13 +92,12 @@ def pickle_payload(payload: object, protocol: int = 2, finite: Iterable[tuple[st
     """
     # Nearly always every storage is needed as a whole, which is known when the pickle is made. Where one is not, the
     # pickle is made again, with what is known by then.
-    storages = UsedStorages()
-    pickler = _Pickler(storages, fix_imports=protocol < 3)
-    data = pickler.pickled(payload)
+    pickler, data = _pickled(payload, fix_imports=protocol < 3)
+    storages = pickler.storages
     storages.check_types()
     if not storages.are_needed_whole:
         storages.cut()
-        pickler = _Pickler(storages, pickler, fix_imports=protocol < 3)
+        pickler = type(pickler)(storages, pickler, fix_imports=protocol < 3)
         data = pickler.pickled(payload)
     mark_guarded(finite, pickler.placed, pickler.whole, storages.spans)
     if protocol == 3:
@@ -106,17 +107,31 @@ def pickle_payload(payload: object, protocol: int = 2, finite: Iterable[tuple[st
 
 def used_storages(payload: object) -> UsedStorages:
     """Find every storage that a payload refers to, and the tensors in it."""
-    storages = UsedStorages()
-    _Pickler(storages, fix_imports=True).pickled(payload)
-    return storages
+    return _pickled(payload, fix_imports=True)[0].storages
+
+
+def _pickled(payload: object, *, fix_imports: bool) -> tuple[_Pickler, bytes]:
+    """Return the pickle of a payload, and what has made it."""
+    try:
+        pickler = _Pickler(UsedStorages(), fix_imports=fix_imports)
+        return pickler, pickler.pickled(payload)
+    except _BareStorageError:
+        pickler = _BareStoragePickler(UsedStorages(), fix_imports=fix_imports)
+        return pickler, pickler.pickled(payload)
 
 
 def _is_simple(tensor: torch.Tensor) -> bool:
-    """Return whether torch reduces a tensor to storage, offset, size and stride and nothing else."""
+    """Return whether torch reduces a tensor to storage, offset, size and stride and nothing else.
+
+    What has no memory, or not enough of it, does not come here: encoding refuses it.
+    """
     return (
-        is_plain(tensor)
+        tensor.layout is _STRIDED
         and (tensor.is_cpu or tensor.is_cuda)
         and tensor.dtype in _PLAIN_DTYPES
+        and not tensor.is_nested
+        and not tensor.is_conj()
+        and not tensor.is_neg()
         and not tensor.__dict__
         and not has_backward_hooks(tensor)
     )
@@ -130,7 +145,7 @@ def _of_storage(storage: torch.TypedStorage | torch.UntypedStorage) -> tuple[tor
     return untyped, View(storage.dtype, itemsize, 0, untyped.nbytes() // itemsize * itemsize)
 
 
-def _rewrite(reduced: Any, change: Callable[[torch.UntypedStorage, View], tuple[Any, int]]) -> Any:
+def _rewrite(reduced: Any, change: Callable[[torch.UntypedStorage, View], tuple[Any, ...]]) -> Any:
     """Let ``change`` replace storage and offset in what a tensor reduces to, where they are in it."""
     if type(reduced) is not tuple or len(reduced) != 2:
         return reduced
@@ -147,22 +162,17 @@ def _rewrite(reduced: Any, change: Callable[[torch.UntypedStorage, View], tuple[
         (storage, None) if isinstance(storage, torch.UntypedStorage) else (untyped_of(storage), storage.dtype)
     )
     reach = 0 if 0 in size else 1 + sum((extent - 1) * step for extent, step in zip(size, stride, strict=True))
-    storage, offset = change(untyped, View(dtype, itemsize, offset * itemsize, (offset + reach) * itemsize))
+    place = change(untyped, View(dtype, itemsize, offset * itemsize, (offset + reach) * itemsize))
     if function is rebuild_tensor_v3 and rest[0]:
         # torch.load puts a storage into a tensor that already requires grad, which torch forbids. As an attribute
         # that is set on the finished tensor it can be loaded, by torch as well.
-        args = (storage, offset, size, stride, False, *rest[1:])
+        args = (*place, size, stride, False, *rest[1:])
         return rebuild_from_type_v2, (function, torch.Tensor, args, {"requires_grad": True})
-    return function, (storage, offset, size, stride, *rest)
+    return function, (*place, size, stride, *rest)
 
 
-class _Reference:
-    """Stands for a storage in what a tensor reduces to."""
-
-    __slots__ = ("persistent_id",)
-
-    def __init__(self, persistent_id: tuple[Any, ...]) -> None:
-        self.persistent_id = persistent_id
+class _BareStorageError(Exception):
+    """There is a storage in the payload that is no tensor's."""
 
 
 class _NoHooks:
@@ -177,6 +187,10 @@ _NO_HOOKS_REDUCED = (OrderedDict, ())
 class _Pickler(pickle.Pickler):
     """Pickles as torch.save does, with every tensor at its place in the file.
 
+    torch refers to a storage by a persistent id: a tuple, and an opcode after it. Asked of a method `persistent_id`,
+    it would be asked for with every key and every number. So a number that nobody can know stands behind the tuple
+    while it is pickled, among the arguments of the call that makes the tensor; then the opcode takes its place.
+
     Args:
         storages: Says what that place is, and takes note of the tensors.
         before: What has pickled the same payload before; it is held, since its memo keeps the objects alive by whose
@@ -184,6 +198,7 @@ class _Pickler(pickle.Pickler):
         fix_imports: As for `pickle.Pickler`.
 
     Attributes:
+        storages: As given.
         placed: The record of every simple tensor, by identity. The pickler's own memo holds the tensors.
         whole: The same for those alone that are all of their storage.
         spans: The records, in the order in which they are first referred to.
@@ -194,7 +209,8 @@ class _Pickler(pickle.Pickler):
         self._buffer = io.BytesIO()
         super().__init__(self._buffer, protocol=2, fix_imports=fix_imports)
         self._before = before
-        self._storages = storages
+        self.storages = storages
+        self._mark = secrets.randbits(62) | 1 << 62  # the system's entropy: no random stream is touched
         self._types: dict[torch.dtype | None, type] = {None: normalize_storage_type(torch.UntypedStorage)}
         self._locations: dict[torch.device, str] = {}
         self.placed: dict[int, Span] = {}
@@ -203,17 +219,14 @@ class _Pickler(pickle.Pickler):
         self.plain = True
 
     def pickled(self, payload: object) -> bytes:
-        """Return the pickle of a payload."""
-        self.dump(payload)
-        return self._buffer.getvalue()
+        """Return the pickle of a payload.
 
-    def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
-        kind = type(obj)
-        if kind is _Reference:
-            return obj.persistent_id  # type: ignore[no-any-return]
-        if kind is torch.TypedStorage or kind is torch.UntypedStorage:
-            return self._refer(self._storages.place(*_of_storage(obj))[0]).persistent_id
-        return None
+        Raises:
+            _BareStorageError: It takes a `_BareStoragePickler`.
+        """
+        self.dump(payload)
+        mark = pickle.LONG1 + b"\x08" + self._mark.to_bytes(8, "little")
+        return self._buffer.getvalue().replace(mark, pickle.BINPERSID)
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
@@ -221,8 +234,8 @@ class _Pickler(pickle.Pickler):
             return _NO_HOOKS_REDUCED
         if kind is torch.Tensor and _is_simple(obj):
             span, offset = self._place_simple(obj, id(obj))
-            args = (self._refer(span), offset, tuple(obj.size()), obj.stride(), obj.requires_grad, _NoHooks())
-            return rebuild_tensor_v2, args
+            place = self._refer(span), self._mark, offset
+            return rebuild_tensor_v2, (*place, tuple(obj.size()), obj.stride(), obj.requires_grad, _NoHooks())
         if kind is torch.nn.Parameter and _is_simple(obj):
             data = obj.data
             self._place_simple(data, id(obj))
@@ -230,28 +243,30 @@ class _Pickler(pickle.Pickler):
         if isinstance(obj, torch.Tensor):
             self.plain = self.plain and (kind is torch.Tensor or kind is torch.nn.Parameter)
             return _rewrite(obj.__reduce_ex__(2), self._place)
+        if kind is torch.TypedStorage or kind is torch.UntypedStorage:
+            raise _BareStorageError
         if kind not in _KNOWN_KINDS and not (isinstance(obj, _CALLABLE) and obj in _KNOWN_CALLABLES):
             self.plain = False
         return NotImplemented
 
     def _place_simple(self, tensor: torch.Tensor, identity: int) -> tuple[Span, int]:
         if not fills_storage(tensor):
-            span, offset = self._storages.place(tensor.untyped_storage(), view_of(tensor))
+            span, offset = self.storages.place(tensor.untyped_storage(), view_of(tensor))
             self.placed[identity] = span
             return span, offset
-        span = self._storages.place_whole(tensor.untyped_storage(), stored_dtype(tensor), tensor.itemsize)
+        span = self.storages.place_whole(tensor.untyped_storage(), stored_dtype(tensor), tensor.itemsize)
         self.placed[identity] = self.whole[identity] = span
         return span, 0
 
-    def _place(self, storage: torch.UntypedStorage, view: View) -> tuple[_Reference, int]:
-        span, offset = self._storages.place(storage, view)
-        return self._refer(span), offset
+    def _place(self, storage: torch.UntypedStorage, view: View) -> tuple[Any, ...]:
+        span, offset = self.storages.place(storage, view)
+        return self._refer(span), self._mark, offset
 
-    def _refer(self, span: Span) -> _Reference:
+    def _refer(self, span: Span) -> tuple[Any, ...]:
         """Name a record as torch does: by number, in the order in which records are first referred to."""
         if span.persistent_id is not None:
             # A new tuple each time, as torch makes one: pickle would refer to the same one by its number.
-            return _Reference((*span.persistent_id,))
+            return (*span.persistent_id,)
         dtype = span.dtype
         storage_type = self._types.get(dtype)
         if storage_type is None:
@@ -265,4 +280,13 @@ class _Pickler(pickle.Pickler):
         numel = nbytes if dtype is None else nbytes // dtype.itemsize
         span.persistent_id = ("storage", storage_type, str(len(self.spans)), location, numel)
         self.spans.append(span)
-        return _Reference(span.persistent_id)
+        return span.persistent_id
+
+
+class _BareStoragePickler(_Pickler):
+    """The same for payloads in which there are storages by themselves, as torch's old classes of them are."""
+
+    def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
+        if type(obj) is torch.TypedStorage or type(obj) is torch.UntypedStorage:
+            return self._refer(self.storages.place(*_of_storage(obj))[0])
+        return None
