@@ -9,24 +9,21 @@ from __future__ import annotations
 
 import io
 import pickle
-from typing import IO, TYPE_CHECKING, Any, Final
+from typing import IO, TYPE_CHECKING, Any
 
 from safeckpt.errors import LoadError, UnsavableStateError
-from safeckpt.file.archive import FOLDER
 from safeckpt.file.pickle_calls import storage_dtype
 from safeckpt.file.pickle_scan import python3_name
 from safeckpt.file.reading.source import source_of
 from safeckpt.system.torch_private import allowed_globals
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from safeckpt.file.archive import Entry
     from safeckpt.file.writing.stable_copies import Content
 
 __all__ = ["check_written"]
-
-_FOLDER: Final = FOLDER.encode()
 
 
 def check_written(
@@ -59,7 +56,7 @@ def check_written(
         source.close()
     if is_plain:
         pickled = next(data for entry, data in records if entry.name.endswith(b"/data.pkl"))
-        _SizeReader(pickled, {entry.name: entry.size for entry, _ in records}).load()
+        _SizeReader(pickled, [entry.size for entry, data in records if not isinstance(data, bytes)]).load()
 
 
 def _unreadable(reason: str) -> UnsavableStateError:
@@ -87,9 +84,10 @@ _TENSOR = _Tensor()
 class _SizeReader(pickle.Unpickler):
     """Goes through a pickle of our own making and builds its plain values, but no storage and no tensor."""
 
-    def __init__(self, data: Any, sizes: Mapping[bytes, int]) -> None:
-        super().__init__(io.BytesIO(data), encoding="utf-8")
-        self._sizes = sizes
+    def __init__(self, data: Any, sizes: Iterable[int]) -> None:
+        # Of a file without a buffer, each opcode would be read by a call of its own.
+        super().__init__(io.BufferedReader(io.BytesIO(data)), encoding="utf-8")
+        self._sizes = {str(key): size for key, size in enumerate(sizes)}
 
     def find_class(self, module: str, name: str) -> Any:
         full = ".".join(python3_name(module, name))
@@ -105,7 +103,7 @@ class _SizeReader(pickle.Unpickler):
     def persistent_load(self, persistent_id: Any) -> tuple[str, int, int]:
         _, dtype, key, _, numel = persistent_id
         size = numel * dtype.itemsize
-        if self._sizes.get(b"%s/data/%s" % (_FOLDER, key.encode())) != size:
+        if self._sizes.get(key) != size:
             raise _unreadable(f"a tensor needs {size} bytes of data/{key}")
         return key, size, dtype.itemsize
 
