@@ -593,6 +593,42 @@ def test_diff_says_what_changed_and_by_how_much(command: Command, directory: Pat
     assert components["model"]["changed"] + components["model"]["equal"] == components["model"]["values"]
 
 
+def test_diff_of_one_component_leaves_out_the_others(command: Command, directory: Path) -> None:
+    """Its exit code is about what was named; a name that is in neither file is an error."""
+    a, b = directory / NAMES[0], directory / NAMES[1]
+    found = command.json("diff", a, b, "model", "counters", code=1)
+    assert [one["name"] for one in found["components"]] == ["model", "counters"]
+    assert {one["component"] for one in found["changes"]} == {"model", "counters"}
+    torch.save({**torch.load(a), "counters": {"steps": 7}}, directory / "other.pt")
+    torch.save(torch.load(a), directory / "same.pt")
+    other, same = directory / "other.pt", directory / "same.pt"
+    assert command("diff", same, other)[0] == 1
+    assert command("diff", same, other, "model")[0] == 0
+    code, _, err = command("diff", a, b, "modell")
+    assert code == 2
+    assert "neither file has modell; there is model, optimizer, scheduler, counters" in " ".join(err.split())
+
+
+def test_count_of_steps_is_not_the_largest_change(command: Command, directory: Path) -> None:
+    """The summary of an optimizer is about its moments; of what has nothing larger it is the count."""
+    found = command.json("diff", directory / NAMES[0], directory / NAMES[2], code=1)
+    summaries = {one["name"]: one for one in found["components"]}
+    moments = [one for one in found["changes"] if one["component"] == "optimizer" and one["elements"] > 1]
+    assert summaries["optimizer"]["largest_change"] == max(one["largest_change"] for one in moments) < 4
+    assert max(one["largest_change"] for one in found["changes"] if one["name"].endswith(".step")) == 4
+    assert summaries["counters"]["largest_change"] == 4
+
+
+def test_all_differences_are_printed_on_demand(command: Command, tmp_path: Path) -> None:
+    """Thirty are shown, and how to see the rest."""
+    for name, value in (("a.pt", 1.0), ("b.pt", 2.0)):
+        safeckpt.save({"model": {f"w{index}": torch.full((2,), value) for index in range(40)}}, tmp_path / name)
+    out = command("diff", tmp_path / "a.pt", tmp_path / "b.pt")[1]
+    assert "... and 10 more; --all shows them" in out
+    assert "model.w39" not in out
+    assert "model.w39" in command("diff", tmp_path / "a.pt", tmp_path / "b.pt", "--all")[1]
+
+
 def test_diff_names_what_is_on_one_side_only(command: Command, tmp_path: Path) -> None:
     """Values and components that came, went, or changed their shape or dtype are told apart."""
     safeckpt.save({"m": {"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2)}, "x": {"n": 1}}, tmp_path / "a.pt")

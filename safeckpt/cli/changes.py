@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import click
 import torch
 
 from safeckpt.cli.contents import Contents, Entry, read
@@ -18,16 +20,16 @@ _COLUMNS = ("component", "values", "equal", "changed", "A only", "B only", "by a
 _PIECE = 1 << 22  # elements compared at a time, so that two large files need no large memory
 
 
-def diff(screen: Screen, first: str, second: str, *, everything: bool) -> int:
-    """Print the differences of two files by component, and return 1 when there are any."""
+def diff(screen: Screen, first: str, second: str, components: Sequence[str], *, everything: bool) -> int:
+    """Print the differences of two files by component, of those that are named, and return 1 when there are any."""
     with screen.status("verifying both files"):
-        a, b = read(first), read(second)
+        a, b = _chosen(read(first), read(second), components)
     with screen.status("comparing"):
         changes = list(_changes(a, b))
-    components = [_summary(name, a, b, changes) for name in dict.fromkeys([*a.kinds, *b.kinds])]
+    summaries = [_summary(name, a, b, changes) for name in dict.fromkeys([*a.kinds, *b.kinds])]
     equal = not changes and a.kinds == b.kinds
     if screen.as_json:
-        screen.json({"equal": equal, "components": components, "changes": changes})
+        screen.json({"equal": equal, "components": summaries, "changes": changes})
         return 0 if equal else 1
     screen.table(
         _COLUMNS,
@@ -36,7 +38,7 @@ def diff(screen: Screen, first: str, second: str, *, everything: bool) -> int:
                 one["name"], str(one["values"]), str(one["equal"]), str(one["changed"]), str(one["only_in_first"]),
                 str(one["only_in_second"]), _shown(one["largest_change"]), _shown(one["largest_relative_change"]),
             )
-            for one in components
+            for one in summaries
         ],
         right=_COLUMNS[1:],
     )  # fmt: skip
@@ -49,6 +51,28 @@ def diff(screen: Screen, first: str, second: str, *, everything: bool) -> int:
     if len(changes) > len(shown):
         screen.line(f"... and {len(changes) - len(shown)} more; --all shows them")
     return 1
+
+
+def _chosen(a: Contents, b: Contents, components: Sequence[str]) -> tuple[Contents, Contents]:
+    """Return what two files have of some components; all of it, where none is named.
+
+    Raises:
+        click.UsageError: Neither has one.
+    """
+    known = dict.fromkeys([*a.kinds, *b.kinds])
+    if unknown := [name for name in components if name not in known]:
+        raise click.UsageError(f"neither file has {', '.join(unknown)}; there is {', '.join(known)}")
+    if not components:
+        return a, b
+    one, other = (
+        dataclasses.replace(
+            contents,
+            kinds={name: kind for name, kind in contents.kinds.items() if name in components},
+            entries=[entry for entry in contents.entries if entry.component in components],
+        )
+        for contents in (a, b)
+    )
+    return one, other
 
 
 def _told(change: dict[str, Any]) -> str:
@@ -86,9 +110,14 @@ def _change(name: str, one: Entry | None, other: Entry | None) -> dict[str, Any]
         "component": None if known is None else known.component,
         "first": None if leaves[0] is None else leaves[0].shown,
         "second": None if leaves[1] is None else leaves[1].shown,
+        "elements": max(_elements(entry) for entry in (one, other)),
         "largest_change": largest,
         "largest_relative_change": relative,
     }
+
+
+def _elements(entry: Entry | None) -> int:
+    return entry.value.numel() if entry is not None and isinstance(entry.value, torch.Tensor) else 0
 
 
 def _distance(a: Any, b: Any) -> tuple[float | None, float | None]:
@@ -130,4 +159,7 @@ def _summary(name: str, a: Contents, b: Contents, changes: list[dict[str, Any]])
 
 
 def _largest(changes: list[dict[str, Any]], key: str) -> float | None:
-    return max((one[key] for one in changes if one[key] is not None), default=None)
+    """Return the largest change of a component: a count of steps must not stand before what the steps have changed."""
+    found = [(one["elements"] > 1, one[key]) for one in changes if one[key] is not None]
+    of_several = [value for is_several, value in found if is_several]
+    return max(of_several or [value for _, value in found], default=None)

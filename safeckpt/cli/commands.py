@@ -55,7 +55,6 @@ Examples:
 """
 
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-_all = click.option("--all", "everything", is_flag=True, help="Print every value.")
 
 
 class _PathOrURL(click.Path):
@@ -197,7 +196,7 @@ def list_(directories: tuple[str, ...], sort: str | None, where: tuple[str, ...]
 
 @group.command(short_help="Show what is in a file.")
 @_file("file")
-@_all
+@click.option("--all", "everything", is_flag=True, help="Print every value, plain ones too.")
 @_json
 def show(file: str, *, everything: bool, as_json: bool) -> int:
     """Show what is in FILE: components, tensors, loss, metrics, environment."""
@@ -223,17 +222,19 @@ def verify(paths: tuple[str, ...], last: int | None, *, as_json: bool) -> int:
 @group.command("diff", short_help="Compare two checkpoints, bit for bit.")
 @_file("a")
 @_file("b")
-@_all
+@click.argument("components", nargs=-1, metavar="[COMPONENT]...")
+@click.option("--all", "everything", is_flag=True, help="Print every difference, not the first 30.")
 @_json
-def diff_(a: str, b: str, *, everything: bool, as_json: bool) -> int:
-    """Compare the checkpoints A and B, bit for bit.
+def diff_(a: str, b: str, components: tuple[str, ...], *, everything: bool, as_json: bool) -> int:
+    """Compare the checkpoints A and B, bit for bit, or only the COMPONENTs that are named, such as model.
 
     The largest change of a tensor is that of one element; relative is that change as a share of the largest element
-    of A. Exit code 1 when anything differs, 2 when one of them is damaged.
+    of A. That of a component is of its tensors with more than one element, where some of them have changed. Exit code 1
+    when anything differs, 2 when one of the files is damaged.
     """
     from safeckpt.cli.changes import diff
 
-    return diff(Screen(as_json=as_json), a, b, everything=everything)
+    return diff(Screen(as_json=as_json), a, b, components, everything=everything)
 
 
 @group.command(short_help="Print the path of the newest good checkpoint.")
