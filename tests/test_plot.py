@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import safeckpt
-from safeckpt.cli.history import Return, read_history
+from safeckpt.cli.history import History, Return, read_history
 from safeckpt.store import CheckpointDirectory
 from tests.training import Run
 
@@ -215,3 +215,21 @@ def test_picture_of_a_million_steps_has_few_points_and_keeps_what_stands_out(tmp
     high = max(float(path.vertices[:, 1][path.vertices[:, 0] > 960_000].max(initial=0)) for path in bands)
     assert high == 9.0
     assert "smallest to largest loss in 1,111 steps, and the mean" in legend
+
+
+def test_runs_of_one_picture_look_alike(tmp_path: Path) -> None:
+    """Each loss of short runs is a dot, of none where one is long; a loss that stands alone is one in any case."""
+
+    def dots(*lengths: int) -> list[int]:
+        figure = drawing._figure(
+            [
+                History(f"run {length}", losses={"loss": {step: 1.0 / step for step in range(1, length + 1)}})
+                for length in lengths
+            ]
+        )
+        lines = [line for line in figure.axes[0].lines if len(line.get_xdata())]
+        return sorted(len(line.get_xdata()) for line in lines if line.get_marker() == ".")
+
+    assert dots(70, 80) == [70, 80]
+    assert dots(70, 81) == []
+    assert dots(1, 81) == [1]

@@ -37,7 +37,7 @@ _WIDTH, _HEIGHT, _LANE, _ROW, _LEGEND_ROW = 9.0, 3.8, 0.11, 0.2, 0.19  # inches
 _MOST_LANES = 12  # runs whose events are drawn
 _LEGEND_CHARACTERS = 130  # in a line of the legend
 _MOST_CHARACTERS = 100  # of a title or a label
-_DOTS = 80  # losses up to which each is a dot
+_DOTS = 80  # losses of the longest run up to which each loss is a dot
 _GAP = 5  # times the usual distance between two losses: what lies between is not on record
 
 _SAVED, _REFUSED, _BACK, _RESTORED = "saved", "refused", "rolled back", "restored"  # as `log` calls them
@@ -150,7 +150,8 @@ def _draw_losses(panel: Axes, histories: Sequence[History], first: int, last: in
         panel.text(0.5, 0.5, "no loss was given to end_step or save", transform=panel.transAxes, ha="center")
     if wants_log_scale(loss for one in histories for losses in one.curves for loss in losses.values()):
         panel.set_yscale("log")
-    handles, pen = [], _Pen(panel, first, last)
+    has_dots = all(len(losses) <= _DOTS for one in histories for losses in one.losses.values())
+    handles, pen = [], _Pen(panel, first, last, has_dots=has_dots)
     styles = [(history, name) for history in histories for name in shown]
     for index, (history, name) in enumerate(styles):
         colour, line = _COLOURS[index % len(_COLOURS)], _LINES[index // len(_COLOURS) % len(_LINES)]
@@ -172,8 +173,9 @@ def _draw_losses(panel: Axes, histories: Sequence[History], first: int, last: in
 class _Pen:
     """Draws curves of any length: of what falls on one pixel the smallest, the largest and the mean."""
 
-    def __init__(self, panel: Axes, first: int, last: int) -> None:
+    def __init__(self, panel: Axes, first: int, last: int, *, has_dots: bool) -> None:
         self._panel = panel
+        self._has_dots = has_dots
         self._first = first
         self._span = last - first + 1
         self.steps_in_band = 0.0
@@ -182,7 +184,7 @@ class _Pen:
         if not losses:
             return
         steps, values = np.array(list(losses)), np.array(list(losses.values()))
-        if is_curve and len(steps) <= _DOTS:
+        if is_curve and self._has_dots:
             style = {"marker": ".", "markersize": 4, **style}
         usual = float(np.median(np.diff(steps))) if len(steps) > 1 else 1.0
         if len(steps) > 2 * _PIXELS:
@@ -198,6 +200,10 @@ class _Pen:
         self._panel.plot(
             np.insert(steps.astype(float), gaps, np.nan), np.insert(values, gaps, np.nan), color=color, **style
         )
+        if is_curve and not self._has_dots:  # a line through one point is none
+            starts = np.r_[0, gaps]
+            alone = starts[np.diff(np.r_[starts, len(steps)]) == 1]
+            self._panel.plot(steps[alone], values[alone], ".", color=color, markersize=4)
 
 
 def _per_pixel(steps: Array, values: Array, first: int, span: int) -> tuple[Array, Array, Array, Array]:
