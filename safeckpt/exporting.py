@@ -32,6 +32,7 @@ __all__ = ["export"]
 
 _SAFETENSORS = ".safetensors"
 _TORCH = (".pt", ".pth")
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}  # as people call them
 
 
 class _Entry(NamedTuple):
@@ -73,7 +74,7 @@ def export(
             that holds a dict; then its keys stand for components.
         component: Its name, such as "model".
         target: Where to. The ending decides the format: `.safetensors`, or `.pt` and `.pth` for a file of torch.
-        dtype: What floating tensors are converted to, such as `torch.bfloat16` or "bfloat16"; None leaves them.
+        dtype: What floating tensors are converted to, such as `torch.bfloat16`, "bfloat16" or "bf16"; None leaves them.
         max_shard_size: For `.safetensors`: bytes of tensors in one file at most, as an int or as "5GB" or "500MiB";
             one tensor that is larger has a file of its own. Beyond it, `model.safetensors` becomes
             `model-00001-of-0000N.safetensors` and so on, and `model.safetensors.index.json`: the layout of Hugging
@@ -138,10 +139,12 @@ def _component_of(payload: Any, component: str, path: object) -> Any:
 
 
 def _checked_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    found: Any = dtype
+    if isinstance(dtype, str):
+        found = getattr(torch, _SHORT.get(dtype, dtype.removeprefix("torch.")), None)
     if dtype is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
-        raise ValueError(f"dtype={dtype!r} is no floating dtype of torch, such as torch.bfloat16")
-    return found
+        raise ValueError(f"dtype {dtype!r} is no floating dtype, such as bfloat16 or bf16")
+    return found  # type: ignore[no-any-return]
 
 
 def _checked_size(size: int | str | None) -> int | None:
@@ -149,7 +152,7 @@ def _checked_size(size: int | str | None) -> int | None:
         return None
     found = parse_size(str(size))
     if not found or isinstance(size, bool):
-        raise ValueError(f"max_shard_size={size!r} is no number of bytes, such as 5_000_000_000, '5GB' or '500MiB'")
+        raise ValueError(f"max_shard_size: {size!r} is no number of bytes, such as 5GB or 500MiB")
     return found
 
 
@@ -168,7 +171,7 @@ def _refuse_existing(target: Path, *, overwrite: bool) -> None:
         text = "An earlier export in several files is here, delete these and its index first"
         raise FileExistsError(errno.EEXIST, text, str(index))
     if there and not overwrite:
-        text = "It exists; overwrite=True, or --force on the command line, replaces it"
+        text = "It exists; overwrite=True replaces it"
         raise FileExistsError(errno.EEXIST, text, str(target))
 
 

@@ -306,11 +306,11 @@ def test_log_says_in_words_why_and_what(command: Command, directory: Path) -> No
             '{"kind": "refused", "step": 8, "loss": null, "tensors": ["model.0.weight", "model.1.bias"], '
             '"tensors_total": 2}\n'
             '{"kind": "rolled_back", "step": 6, "why": "loss = nan", "left_out": {"loader": [[3, 20]]}, '
-            '"changed": false}\n'
+            '"changed": false, "source": "disk"}\n'
         )
     out = " ".join(command("log", directory)[1].split())
-    assert "refused 8 tensors model.0.weight, model.1.bias" in out
-    assert "rolled back 6 loss = nan; left out (epoch, batch): loader (3, 20)" in out
+    assert "refused 8 not saved: tensors model.0.weight, model.1.bias" in out
+    assert "rolled back 6 loss = nan; left out (epoch, batch): loader (3, 20); taken from disk" in out
     assert "tensors in all" not in out
     assert "changed" not in out
 
@@ -837,7 +837,7 @@ def test_extract_refuses_what_it_cannot_do(command: Command, directory: Path, tm
     for arguments, text in (
         (("modell", "-o", tmp_path / "a.pt"), "It holds model, optimizer, scheduler, counters"),
         (("model", "-o", tmp_path / "a.bin"), "has to end in"),
-        (("model", "-o", there), "--force on the command line, replaces it"),
+        (("model", "-o", there), "is there already, and was left alone; --force replaces it"),
         (("model", "-o", tmp_path / "a.pt", "--dtype", "int7"), "no floating dtype"),
         (("model", "-o", tmp_path / "a.safetensors", "--max-shard-size", "5 apples"), "no number of bytes"),
         (("counters", "-o", tmp_path / "a.safetensors"), "no tensors (steps)"),
@@ -847,8 +847,9 @@ def test_extract_refuses_what_it_cannot_do(command: Command, directory: Path, tm
         assert text in " ".join(err.split())
     assert names_in(tmp_path) == before
     assert there.read_bytes() == b"precious"
-    assert command("extract", source, "model", "-o", there, "--force")[0] == 0
+    assert command("extract", source, "model", "-o", there, "--force", "--dtype", "bf16")[0] == 0
     assert torch.load(there).keys() == torch.load(source)["model"].keys()
+    assert torch.load(there)["0.weight"].dtype is torch.bfloat16
 
 
 def test_extract_writes_several_files_and_an_index(command: Command, directory: Path, tmp_path: Path) -> None:

@@ -398,7 +398,7 @@ def import_(source: str, directory: str, *, pairs: tuple[str, ...], step: int | 
 @_file("file")
 @click.argument("component")
 @click.option("-o", "--output", required=True, type=click.Path(dir_okay=False), help="A .pt or .safetensors file.")
-@click.option("--dtype", help="Convert floating tensors, such as to bfloat16.")
+@click.option("--dtype", help="Convert floating tensors: bf16, fp16, fp32.")
 @click.option("--max-shard-size", metavar="SIZE", help="Several .safetensors files and an index beyond it: 5GB.")
 @click.option("--force", is_flag=True, help="Replace a file that is there.")
 @_json

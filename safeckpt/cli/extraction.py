@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import click
 
 from safeckpt.cli.screen import Screen
@@ -22,6 +24,8 @@ def extract(
     force: bool,
 ) -> int:
     """Write one component of a checkpoint into a file of its own, or into several with an index."""
+    if not force and os.path.lexists(output):
+        raise click.ClickException(f"{output} is there already, and was left alone; --force replaces it.")
     with screen.status(f"verifying {path}"):
         try:
             files = export(path, component, output, dtype=dtype, max_shard_size=max_shard_size, overwrite=force)

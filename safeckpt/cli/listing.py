@@ -191,7 +191,13 @@ def show_log(screen: Screen, path: str, last: int | None) -> int:
 
 
 _BARE = {"reason", "why"}
-_NAMES = {"size_bytes": "size", "left_out": "left out (epoch, batch):", "tensors_total": "tensors in all"}
+_FIRST = {"refused": "not saved", "passed_over": "not good"}  # what the word for an event leaves open
+_NAMES = {
+    "source": "taken from",
+    "size_bytes": "size",
+    "left_out": "left out (epoch, batch):",
+    "tensors_total": "tensors in all",
+}
 _COLOURS = {
     "refused": BAD, "passed_over": BAD, "replay_differs": BAD, "replicas_differ": BAD,
     "rolled_back": "yellow", "replay_verified": GOOD,
@@ -208,7 +214,8 @@ def _event(event: dict[str, Any]) -> tuple[Cell, ...]:
     when = str(event.get("time", ""))[:19].replace("T", " ")
     step = event.get("step")
     kind = str(event.get("kind", ""))
-    return when, (kind.replace("_", " "), _COLOURS.get(kind, "")), "" if step is None else str(step), "; ".join(details)
+    text = ": ".join(filter(None, (_FIRST.get(kind), "; ".join(details))))
+    return when, (kind.replace("_", " "), _COLOURS.get(kind, "")), "" if step is None else str(step), text
 
 
 def _is_all(event: Mapping[str, Any]) -> bool:

@@ -91,9 +91,9 @@ def _losses(shown: KillReport) -> Iterator[str]:
     yield f"  step {step}, resumed:       {_value(shown.resumed[index])}"
     differences = shown.relative_differences
     largest = max(differences)
-    passed = shown.tolerances_passed
+    passed = [one for one in shown.tolerances_passed if one < 1]  # 1 is as large as the losses themselves
     worst = shown.kill_at + 1 + differences.index(largest)
-    ladder = f"a tolerance of {passed[0]:g} would have let it pass" if passed else "no tolerance up to 1 lets it pass"
+    ladder = f"a tolerance of {passed[0]:g} would have let it pass" if passed else "no tolerance below 1 lets it pass"
     yield from _wrapped(f"Largest relative difference {largest:.3g} (step {worst}); {ladder}.", 2)
 
 

@@ -58,6 +58,9 @@ def test_ladder_says_which_tolerances_would_have_passed(wrong: safeckpt.ResumeRe
     assert largest == max(abs(a - b) / abs(a) for a, b in zip(wrong.straight[10:], wrong.resumed, strict=True))
     assert wrong.tolerances_passed == [one for one in (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0) if largest <= one]
     assert f"{largest:.3g}" in str(wrong)
+    below = [one for one in wrong.tolerances_passed if one < 1]  # one that is as large as the losses proves nothing
+    told = f"a tolerance of {below[0]:g} would have let it pass" if below else "no tolerance below 1 lets it pass"
+    assert told in " ".join(str(wrong).split())
 
 
 def test_exact_report_passes_every_tolerance(right: safeckpt.ResumeReport) -> None:
