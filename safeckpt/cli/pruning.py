@@ -75,10 +75,10 @@ class _Plan:
     damaged: list[int]
 
     def __str__(self) -> str:
-        goes = f"To delete: step {_steps(self.doomed)} ({self.bytes_of(self.doomed)})." if self.doomed else ""
+        goes = f"To delete: {_steps(self.doomed)} ({self.bytes_of(self.doomed)})." if self.doomed else ""
         whole = [step for step in self.stays if step not in self.damaged]
-        bad = f" Damaged, so that it stays and does not count: step {_steps(self.damaged)}." if self.damaged else ""
-        return f"{goes or 'Nothing to delete.'} Stays: step {_steps(whole)}.{bad}"
+        bad = f" Damaged, so that it stays and does not count: {_steps(self.damaged)}." if self.damaged else ""
+        return f"{goes or 'Nothing to delete.'} Stays: {_steps(whole)}.{bad}"
 
     def bytes_of(self, steps: Sequence[int]) -> str:
         return size(sum(self.sizes[step] for step in steps))
@@ -229,4 +229,4 @@ def _created_at(catalog: Catalog | RemoteCatalog, step: int) -> dt.datetime | No
 
 
 def _steps(steps: Sequence[int]) -> str:
-    return ", ".join(map(str, steps)) or "none"
+    return f"step {', '.join(map(str, steps))}" if steps else "none"

@@ -16,7 +16,7 @@ from safeckpt.remote import RemotePath, find, is_url, names_checkpoint, verify_u
 from safeckpt.run.catalog import reason_of
 from safeckpt.run.remote_catalog import RemoteCatalog
 from safeckpt.store import CheckpointDirectory
-from safeckpt.system.text import printable, size
+from safeckpt.system.text import from_here, printable, size
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -58,8 +58,8 @@ def verify_paths(screen: Screen, paths: Sequence[str], last: int | None) -> int:
 
 
 def _short(path: object, asked: Sequence[str]) -> str:
-    """Return a file's name when one directory was asked for, else its path."""
-    return Path(str(path)).name if len(asked) == 1 and Path(asked[0]).is_dir() else str(path)
+    """Return a file's name when one directory was asked for, else its path from here."""
+    return Path(str(path)).name if len(asked) == 1 and Path(asked[0]).is_dir() else from_here(str(path))
 
 
 def refuse_shard(path: Path) -> None:

@@ -8,7 +8,7 @@ import errno
 import os
 import stat
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
@@ -262,9 +262,6 @@ class Catalog:
 
         Without `verify` it is the newest that passes the cheap check, and may turn out not to be good.
 
-        A file that is gone when it is opened was pruned by its writer, which has then committed a newer one: the
-        directory is listed again.
-
         Raises:
             FormatVersionError: A newer file is of a newer format: going back would throw progress away in silence.
 
@@ -272,9 +269,21 @@ class Catalog:
             SkippedCheckpointWarning: A newer file was passed over, with the reason.
             SafeckptWarning: There is none, and the history of the directory says that there were.
         """
+        found = self._first_good(self._newest_first(), verify=verify)
+        if found is None:
+            self.warn_if_emptied()
+        return found
+
+    def _newest_first(self) -> Iterator[int]:
+        """Yield steps, listed anew for each: what is gone when it is opened was pruned for a newer one."""
         tried: set[int] = set()
         while (step := max((step for step in self.files.steps() if step not in tried), default=None)) is not None:
             tried.add(step)
+            yield step
+
+    def _first_good(self, steps: Iterable[int], *, verify: bool = True) -> Checkpoint | None:
+        """Return the first of some checkpoints that is good; those before it are a warning each."""
+        for step in steps:
             try:
                 if not verify:
                     return self.peek(step)
@@ -284,8 +293,6 @@ class Catalog:
                 fault = fault_of(error)
             if isinstance(fault, Bad):
                 warn_skipped(self.files.path_of(step), fault.reason)
-        if not tried:
-            self.warn_if_emptied()
         return None
 
     def warn_if_emptied(self) -> None:
@@ -317,11 +324,7 @@ class Catalog:
             SkippedCheckpointWarning: A better one is not good.
         """
         checkpoints = {checkpoint.step: checkpoint for checkpoint in self.list_all()}
-        for step in best.rank((step, score(one, best.metric)) for step, one in checkpoints.items()):
-            if self.is_good(step):
-                return checkpoints[step]
-            warn_skipped(checkpoints[step].path, "its bytes are not those that were written")
-        return None
+        return self._first_good(best.rank((step, score(one, best.metric)) for step, one in checkpoints.items()))
 
 
 class Gone:
