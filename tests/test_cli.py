@@ -456,6 +456,7 @@ def test_damaged_tensor_is_named_by_every_command(command: Command, directory: P
     assert (found["tensors"], found["record"].partition("/")[0]) == ([name], "data")
     for arguments in (
         ("show", path), ("diff", path, path), ("extract", path, "model", "-o", "m.pt"), ("latest", directory),
+        ("best", directory, "accuracy"),
     ):  # fmt: skip
         err = command(*arguments)[2]
         assert text.partition(" (")[0] in err
@@ -546,6 +547,36 @@ def test_exit_codes_are_those_of_the_table(
     assert found == [code for code in CODES[name] for _ in range(2)]
     assert "Exit code 1" in command(name, "--help")[1] or 1 not in CODES[name]
     assert not (tmp_path / "x.pt").exists()
+
+
+def test_url_that_cannot_be_used_is_no_answer(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scheme that nobody knows, or a package that is missing, in every command that takes a URL."""
+
+    def refuse(url: str) -> None:
+        raise ValueError(f"{url}: the store cannot be used with these options")
+
+    monkeypatch.setattr("safeckpt.remote.open_prefix", refuse)
+    for name in ("list", "latest", "best", "verify", "show", "log", "plot", "prune", "diff", "extract", "doctor"):
+        urls = ("s3x://bucket/run",) * (2 if name == "diff" else 1)
+        code, _, err = command(name, *urls, *MORE.get(name, ()))
+        assert code == 2
+        assert "the store cannot be used" in err
+    assert command("fetch", "s3x://bucket/run", tmp_path / "run")[0] == 2
+
+
+def test_fault_of_ours_is_no_answer(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, directory: Path
+) -> None:
+    """Python ends with 1 when nobody catches an error; a script would take it for a no."""
+
+    def fail(*_: Any) -> None:
+        raise KeyError("forgotten")
+
+    monkeypatch.setattr("safeckpt.cli.listing.latest", fail)
+    assert main(["latest", str(directory)]) == 2
+    assert "KeyError: 'forgotten'" in capsys.readouterr().err
 
 
 def test_path_that_is_not_there_is_told_from_those_that_are(command: Command, directory: Path) -> None:

@@ -39,7 +39,7 @@ def _try_store(url: str) -> list[Trial]:
     Raises:
         MirrorError: The store does not answer.
     """
-    client = open_client(Mirror(url))
+    client = open_client(Mirror(url, lock=False))  # whether there can be one is tried here
     key, data = f"safeckpt-doctor-{secrets.token_hex(4)}", secrets.token_bytes(1000)
     try:
         client.put(key, data)
