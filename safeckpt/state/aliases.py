@@ -11,7 +11,6 @@ of it, and where two of them shared something and do not any more, that is told.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import chain, islice
@@ -21,7 +20,7 @@ import numpy as np
 import torch
 
 from safeckpt.state.component import Captured, Component, is_library_code
-from safeckpt.state.tree import clusters_of, join
+from safeckpt.state.tree import clusters_of, join, tensors_in
 from safeckpt.system.tensor_kind import is_plain, span_of
 
 __all__ = ["ALIASES", "Aliases", "find_aliases"]
@@ -31,6 +30,7 @@ ALIASES = "aliases"  # the key of a component's record
 Place = tuple[Any, ...]  # the name of a component, and the keys from there on
 
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
+_ENTERED = (dict, list, tuple, deque)
 _OWN_CODE = ("stateful", "loader")  # kinds whose state is of any form
 _ATTRIBUTES = ""  # the key behind which the attributes of an object are, beside the keys of its state
 _MOST_ATTRIBUTES = 10_000  # that are looked at, and the longest container among them that is: the others are data
@@ -112,10 +112,10 @@ def find_aliases(components: Mapping[str, Component], state_of: Callable[[str], 
 
 def _places_in(component: Component, state_of: Callable[[str], Any]) -> Iterator[tuple[Place, Any]]:
     if component.kind == "counters":
-        yield from _places((component.name,), component.obj)
+        yield from _places((component.name,), component.obj, set())
         return
     known: set[Any] = set()
-    places = _places((component.name,), state_of(component.name))
+    places = _places((component.name,), state_of(component.name), set())
     for place, obj in chain(places, _attributes(component)):
         if len(place) > 1 and (one := _identity(obj)) not in known:
             known.add(one)
@@ -127,26 +127,30 @@ def _attributes(component: Component) -> Iterator[tuple[Place, Any]]:
     if component.kind != "stateful" or is_library_code(type(component.obj), "state_dict"):
         return
     attributes = getattr(component.obj, "__dict__", {})
-    places = _places((component.name, _ATTRIBUTES), attributes, longest=_MOST_ATTRIBUTES)
+    places = _places((component.name, _ATTRIBUTES), attributes, set(), _MOST_ATTRIBUTES)
     for place, obj in islice(places, 1, _MOST_ATTRIBUTES):
         # What is trained belongs to a module, which fills it in place.
         if not _is_trained(obj) and all(type(key) in _ATOMS for key in place):
             yield place, obj
 
 
-def _places(
-    place: Place, value: Any, seen: set[int] | None = None, *, longest: float = math.inf
-) -> Iterator[tuple[Place, Any]]:
-    """Yield (place, object) of everything that can be changed; what is met again is not entered again."""
-    seen = set() if seen is None else seen
+def _places(place: Place, value: Any, seen: set[int], longest: int | None = None) -> Iterator[tuple[Place, Any]]:
+    """Yield (place, object) of everything that can be changed; what is met again is not entered again.
+
+    Args:
+        place: The place of `value`.
+        value: The object.
+        seen: What was met.
+        longest: The most items of what is entered, where another thread may change it meanwhile; None where none does.
+    """
     yield place, value
-    if id(value) in seen or not isinstance(value, dict | list | tuple | deque) or len(value) > longest:
+    if id(value) in seen or not isinstance(value, _ENTERED) or (longest is not None and len(value) > longest):
         return
     seen.add(id(value))
-    # A list at once: another thread may change what is no state.
-    for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
+    items: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, item in items if longest is None else list(items):
         if type(item) not in _ATOMS and _can_change(item):
-            yield from _places((*place, key), item, seen, longest=longest)
+            yield from _places((*place, key), item, seen, longest)
 
 
 def _can_change(value: Any) -> bool:
@@ -187,7 +191,7 @@ def _options_of_optimizers(components: Mapping[str, Component], state_of: Callab
         _Holder((name, *place), obj, "optimizer")
         for name, component in components.items()
         if component.kind == "optimizer" and isinstance(state := state_of(name), dict)
-        for place, obj in _places(("param_groups",), state.get("param_groups"))
+        for place, obj in _places(("param_groups",), state.get("param_groups"), set())
         if isinstance(obj, torch.Tensor) and is_plain(obj)
     ]
 
@@ -197,14 +201,18 @@ def _in_storages_of(
 ) -> Iterator[_Holder]:
     """Yield the tensors of modules, and the moments of optimizers, that share a storage with one of these."""
     storages = {holder.obj.untyped_storage().data_ptr() for holder in tensors}
+
+    def is_one(tensor: Any) -> bool:
+        plain = isinstance(tensor, torch.Tensor) and is_plain(tensor)
+        return plain and tensor.untyped_storage().data_ptr() in storages
+
     for name, component in components.items():
         if component.kind in ("module", "optimizer"):
             state = state_of(name)
-            moments = (("state",), state.get("state")) if component.kind == "optimizer" else ((), state)
-            for place, tensor in _places(*moments):
-                plain = isinstance(tensor, torch.Tensor) and is_plain(tensor)
-                if plain and tensor.untyped_storage().data_ptr() in storages:
-                    yield _Holder((name, *place), tensor, component.kind)
+            path, tree = (("state",), state.get("state")) if component.kind == "optimizer" else ((), state)
+            if any(map(is_one, tensors_in(tree))):  # nearly never: the names of all would take ten times as long
+                found = _places((name, *path), tree, set())
+                yield from (_Holder(place, tensor, component.kind) for place, tensor in found if is_one(tensor))
 
 
 def _same_memory(held: Iterable[_Holder]) -> list[Alias]:
