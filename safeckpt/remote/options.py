@@ -20,18 +20,19 @@ _FIELDS = re.compile(  # what an answer of a store may quote of a request
     r"(?i)\b(authorization|x-amz-[a-z-]+|signature|sig|token|secret[a-z_-]*|awsaccesskeyid|stringtosign[a-z]*|"
     r"signatureprovided|canonicalrequest[a-z]*|credential)\b(\W{1,4})[^\s<>,;&\"']+"
 )
+_ELAPSED = re.compile(r" in [0-9.]+[nµm]?s\b")  # it makes every failure of a request another one
 _MOST_TEXT = 400
 
 
 def scrubbed(text: str, secrets: Mapping[str, Any] | None = None) -> str:
-    """Return one line of a text from elsewhere, without what may be a secret in it.
+    """Return one line of a text from elsewhere, without what may be a secret in it, and how long a request took.
 
     Args:
         text: What a library or a server says.
         secrets: Options of the store: their values are taken out as well.
     """
     text = text.partition("Debug source")[0]  # a second, longer form of the same
-    text = _IN_TEXT.sub(lambda match: shown_url(match[0]), text)
+    text = _ELAPSED.sub("", _IN_TEXT.sub(lambda match: shown_url(match[0]), text))
     text = _FIELDS.sub(r"\1\2***", text)
     for value in (secrets or {}).values():
         if isinstance(value, str) and len(value) >= 6 and not is_url(value):

@@ -283,6 +283,19 @@ def test_secrets_are_in_no_error_of_a_store_that_refuses(tmp_path: Path) -> None
     assert "?" not in str(caught.value)
 
 
+def test_same_failure_has_the_same_text() -> None:
+    """How long a request took is left out: else each of many tries would be a new failure, with its own warning."""
+    servers.need("obstore")
+    options = {**servers.KEYS, "endpoint": "http://127.0.0.1:9"}
+    client = open_client(Mirror("s3://bucket/run", options=options, client_options={"allow_http": True}))
+    texts = set()
+    for _ in range(2):
+        with pytest.raises(safeckpt.MirrorUnreachableError) as caught:
+            client.listing()
+        texts.add(str(caught.value))
+    assert len(texts) == 1
+
+
 @pytest.mark.parametrize(
     ("url", "options", "client_options", "environment", "expected"),
     [
