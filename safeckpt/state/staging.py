@@ -100,7 +100,7 @@ class Staging:
                 pairs.append((buffer, cluster.memory()))
             staged.update(zip(map(id, members), views, strict=True))
         Transfer().copy(pairs)
-        for device in {cluster.device for cluster in clusters if cluster.device.type != "cpu"}:
+        for device in {cluster.device for cluster in clusters if not cluster.members[0].is_cpu}:
             torch.accelerator.current_stream(device).synchronize()
 
         def placed(tensor: torch.Tensor) -> torch.Tensor:
@@ -149,7 +149,7 @@ class Staging:
 
 
 def _kind_of(cluster: Cluster) -> _Kind:
-    return cluster.numel, cluster.dtype, cluster.device.type == "cuda"
+    return cluster.numel, cluster.dtype, cluster.members[0].is_cuda
 
 
 def _own_buffers(kinds: Sequence[_Kind]) -> Iterator[torch.Tensor]:

@@ -12,6 +12,7 @@ import ctypes
 import mmap
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -82,6 +83,7 @@ class Transfer:
             in_threads(work, pieces.clear, name="safeckpt-copy")
 
 
+@lru_cache
 def has_no_copy(dtype: torch.dtype) -> bool:
     """Return whether torch cannot copy elements of a dtype, so that their bytes have to be."""
     return str(dtype) in _COPIED_AS_BYTES

@@ -233,6 +233,10 @@ def clusters_of(tensors: Iterable[torch.Tensor]) -> list[Cluster]:
             by_storage.setdefault(where, []).append(tensor)
     found: list[Cluster] = []
     for users in by_storage.values():
+        if len(users) == 1:  # nearly always
+            start, stop = span_of(users[0])
+            found.append(Cluster(start, stop - start, users))
+            continue
         spans = sorted(((*span_of(tensor), tensor) for tensor in users), key=itemgetter(0, 1))
         start, stop, first = spans[0]
         members = [first]

@@ -81,7 +81,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
         and not tensor.is_conj()
         and not tensor.is_neg()
         and not is_zero_tensor(tensor)
-        and has_memory(tensor)
+        and (fills_storage(tensor) or has_memory(tensor))
     )
 
 
@@ -134,13 +134,9 @@ def describe_missing_memory(tensor: torch.Tensor) -> str:
 
 def has_memory(tensor: torch.Tensor) -> bool:
     """Return whether the storage of a strided tensor reaches as far as its shape needs."""
-    return (
-        fills_storage(tensor)  # nearly always
-        or not tensor.numel()
-        or span_of(tensor)[1] * tensor.element_size() <= tensor.untyped_storage().nbytes()
-    )
+    return not tensor.numel() or span_of(tensor)[1] * tensor.element_size() <= tensor.untyped_storage().nbytes()
 
 
 def fills_storage(tensor: torch.Tensor) -> bool:
-    """Return whether a strided tensor is all of its storage, from the first byte to the last."""
+    """Return whether a strided tensor is all of its storage, from the first byte to the last; nearly every one is."""
     return tensor.nbytes == tensor.untyped_storage().nbytes() and not tensor.storage_offset() and tensor.is_contiguous()
