@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import os
 import pickle
 import queue
+import selectors
 import socket
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
 from safeckpt.distributed.failures import Failure, failure_of
@@ -28,7 +29,7 @@ from safeckpt.distributed.links import Link, children_of, parent_of, ranks_below
 from safeckpt.errors import RanksDisagreeError, listed
 from safeckpt.system.threads import start
 
-__all__ = ["Agreements", "Combined", "Lost", "Reply", "Said", "Side", "said"]
+__all__ = ["Agreements", "Combined", "Lost", "Reply", "Side", "reply_to", "said"]
 
 _log = logging.getLogger("safeckpt")
 
@@ -37,36 +38,27 @@ _WORD_SECONDS = 10.0  # after which it is logged that ranks are waited for
 _GOODBYE_SECONDS = 5.0
 _MOST_NAMED = 20
 
+_SECTION = ""
+_Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)  # neither needs a descriptor
+
 Combine = Callable[[Any, Any], Any]
 Decide = Callable[[Any], Any]
-
-
-class Said(NamedTuple):
-    """What the lowest rank says that all have to say, and the lowest one that says something else.
-
-    Attributes:
-        rank: The lowest rank.
-        value: What it says.
-        other: Another rank, and what that says; None when all say the same.
-    """
-
-    rank: int
-    value: Any
-    other: tuple[int, Any] | None = None
 
 
 class Combined(NamedTuple):
     """What several ranks say at the end of a section.
 
     Attributes:
-        what: The name of the section.
-        same: What has to be the same on all of them; None where one of them failed.
+        rank: The lowest of them.
+        same: What has to be the same on all of them, by name, as the lowest has it; the section itself has no name.
+        other: The lowest rank that has something else, the name of that, and what it has; None where there is none.
         failure: What is raised on all ranks, if anything.
         value: Their answers, combined; None where one of them failed.
     """
 
-    what: Said
-    same: Said | None
+    rank: int
+    same: Mapping[str, Any]
+    other: tuple[int, str, Any] | None
     failure: Failure | None
     value: Any
 
@@ -79,13 +71,7 @@ class Reply(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """Why the ranks cannot agree any more.
-
-    Attributes:
-        ranks: The ranks that are lost.
-        reason: How that was noticed.
-        late: Whether they did not answer in time.
-    """
+    """Why the ranks cannot agree any more: which are lost, how that was noticed, and whether they are only late."""
 
     ranks: list[int]
     reason: str
@@ -127,49 +113,33 @@ class Side:
 
 
 def said(rank: int, what: str, same: Mapping[str, Any], answer: Any, failure: Failure | None) -> Combined:
-    """Return what one rank says."""
-    if failure is not None:
-        return Combined(Said(rank, what), None, failure, None)
-    return Combined(Said(rank, what), Said(rank, dict(same)), None, answer)
-
-
-def _both_say(one: Said, other: Said) -> Said:
-    if one.other is not None:
-        return one
-    return Said(one.rank, one.value, other.other if one.value == other.value else (other.rank, other.value))
+    """Return what one rank says; one that failed may not have come to what has to be the same."""
+    return Combined(rank, {_SECTION: what, **({} if failure else same)}, None, failure, None if failure else answer)
 
 
 def _together(rank: int, one: Combined, other: Combined, combine: Combine) -> Combined:
     """Return what two neighbouring parts of the tree say, the one with the lower ranks first."""
-    what = _both_say(one.what, other.what)
-    same = one.same or other.same
-    if one.same is not None and other.same is not None:
-        same = _both_say(one.same, other.same)
+    unlike = (name for name, value in one.same.items() if other.same.get(name, value) != value)
+    name = next(unlike, None)
+    difference = one.other or (other.other if name is None else (other.rank, name, other.same[name]))
+    both = Combined(one.rank, {**other.same, **one.same}, difference, None, None)
     failures = [failure for failure in (one.failure, other.failure) if failure is not None]
-    if failures or what.other is not None or (same is not None and same.other is not None):
-        return Combined(what, same, min(failures, key=lambda failure: failure.order, default=None), None)
+    if failures:
+        return both._replace(failure=min(failures, key=lambda failure: failure.order))
+    if difference is not None:
+        return both
     try:
-        return Combined(what, same, None, combine(one.value, other.value))
+        return both._replace(value=combine(one.value, other.value))
     except BaseException as error:  # noqa: BLE001 - raised again when every rank knows
-        return Combined(what, same, failure_of(error, rank), None)
-
-
-def _difference(combined: Combined) -> RanksDisagreeError | None:
-    """Return the error that says how the ranks differ, if they do."""
-    what, same = combined.what, combined.same
-    if what.other is not None:
-        return RanksDisagreeError(rank=what.other[0], first=what.value, other=what.other[1])
-    if same is None or same.other is None:
-        return None
-    rank, other = same.other
-    name = next(name for name in {**same.value, **other} if same.value.get(name) != other.get(name))
-    return RanksDisagreeError(rank=rank, first=f"{name}={same.value.get(name)!r}", other=f"{name}={other.get(name)!r}")
+        return both._replace(failure=failure_of(error, rank))
 
 
 def reply_to(combined: Combined, decide: Decide, rank: int) -> tuple[Reply, BaseException | None]:
     """Return the reply to all ranks, and what was raised here; on rank 0."""
-    error: BaseException | None = _difference(combined)
-    if error is not None:
+    if combined.other is not None:
+        other, name, value = combined.other
+        texts = [one if name == _SECTION else f"{name}={one!r}" for one in (combined.same[name], value)]
+        error = RanksDisagreeError(rank=other, first=texts[0], other=texts[1])
         return Reply(failure_of(error, None), None), error
     if combined.failure is not None:
         return Reply(combined.failure, None), None
@@ -211,16 +181,23 @@ class Agreements:
         rank: This rank.
         size: How many there are.
         timeout_seconds: How long a rank that shows no sign of taking part is waited for.
+        on_lost: Called in the thread when there can be no agreement any more.
 
     Attributes:
         lost: Why there can be no agreement any more.
-        on_lost: Called in the thread when that is known.
     """
 
-    def __init__(self, links: dict[int, Link], rank: int, size: int, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        links: dict[int, Link],
+        rank: int,
+        size: int,
+        timeout_seconds: float,
+        on_lost: Callable[[], None] = lambda: None,
+    ) -> None:
         self.timeout_seconds = timeout_seconds
         self.lost: Lost | None = None
-        self.on_lost: Callable[[], None] | None = None
+        self._on_lost = on_lost
         self._links = links
         self._rank = rank
         self._size = size
@@ -230,6 +207,8 @@ class Agreements:
         self._left: set[int] = set()
         self._next_beat = 0.0
         self._is_closed = False
+        self._sends_until = 0.0  # when ranks are lost
+        self._when_sent: list[Callable[[], None]] = []
         self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._begun: dict[int, Side] = {}  # the last one of each channel, in the threads that have something to say
         self._finished: dict[int, int] = {}  # the same, in the thread of the agreements
@@ -289,8 +268,10 @@ class Agreements:
         said_so = threading.Event()
 
         def say() -> None:
-            self._say_goodbye()
-            said_so.set()
+            self._is_closed = True
+            for rank in self._links:
+                self._send(rank, "left", None, None)
+            self._when_sent.append(said_so.set)
 
         self._call(say)
         if self.lost is None:
@@ -313,23 +294,21 @@ class Agreements:
 
     def _run(self) -> None:
         try:
-            while self.lost is None and (self._links or not self._is_closed):
+            while self._goes_on():
                 now = time.monotonic()
                 self._next_beat = min(self._next_beat, now + self._beat_seconds)
-                has_news = any(link.has_news for link in self._links.values())  # taken in while something was sent
-                seconds = 0.0 if has_news else max(0.0, self._next_beat - now)
-                ready = wait([*(link.fileno() for link in self._links.values()), self._wake_out], seconds)
+                happened = self._wait(self._next_beat - now)
                 self._take_calls()
                 for rank, link in list(self._links.items()):
-                    if link.fileno() in ready:
-                        link.take_in()
+                    if happened.get(link, 0) & selectors.EVENT_READ:
                         self._heard[rank] = now
-                    while self.lost is None and self._links.get(rank) is link and self._receive(rank, link):
-                        pass
-                if self.lost is None:
-                    self._look_for_lost()
+                        self._receive(rank, link)
+                    if happened.get(link, 0) & selectors.EVENT_WRITE:
+                        link.send_some()
+                self._look_for_lost()
                 if time.monotonic() >= self._next_beat:
                     self._beat()
+                self._note_sent()
         except BaseException as error:  # noqa: BLE001 - whoever waits must not wait for ever
             _log.error("the thread of the agreements failed", exc_info=error)
             self._lose(Lost([self._rank], f"its agreements ended ({type(error).__name__}: {error})", late=False))
@@ -337,13 +316,45 @@ class Agreements:
             if self.lost is None:
                 self.lost = Lost([], "all ranks have closed their managers", late=False)
             self._take_calls()
-            for one in self._open.values():
-                if one.side is not None:
-                    one.side.end(self.lost)
+            self._end_all(self.lost)
             for link in self._links.values():
                 link.close()
             self._wake_out.close()
             self._wake_in.close()
+
+    def _goes_on(self) -> bool:
+        if self.lost is None:
+            return bool(self._links) or not self._is_closed
+        return self._is_sending() and time.monotonic() < self._sends_until  # what the others are told of it
+
+    def _wait(self, seconds: float) -> dict[Any, int]:
+        """Wait for something to happen, and return what, by connection."""
+        with _Selector() as selector:
+            selector.register(self._wake_out, selectors.EVENT_READ)
+            for link in self._links.values():
+                selector.register(link, selectors.EVENT_READ | (selectors.EVENT_WRITE if link.is_sending else 0))
+            return {key.fileobj: events for key, events in selector.select(max(0.0, seconds))}
+
+    def _is_sending(self) -> bool:
+        return any(link.is_sending for link in self._links.values())
+
+    def _note_sent(self) -> None:
+        """Do what waits until everything is sent; part from neighbours where both have taken leave."""
+        if not self._is_sending():
+            self._tell_sent()
+        for rank in [one for one, link in self._links.items() if one in self._left and not link.is_sending]:
+            if self._is_closed:
+                self._links.pop(rank).close()
+
+    def _tell_sent(self) -> None:
+        while self._when_sent:
+            self._when_sent.pop(0)()
+
+    def _end_all(self, lost: Lost) -> None:
+        self._tell_sent()
+        for one in self._open.values():
+            if one.side is not None:
+                one.side.end(lost)
 
     def _take_calls(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -356,22 +367,20 @@ class Agreements:
         one.side = side
         return one
 
-    def _receive(self, rank: int, link: Link) -> bool:
-        """Take a message of a neighbour, and return whether there was one."""
+    def _receive(self, rank: int, link: Link) -> None:
+        """Take what a neighbour has sent."""
         try:
-            data = link.next_message()
+            for data in link.take_in():
+                if self.lost is None:
+                    self._take(rank, *pickle.loads(data))  # from a process of this very job
         except (EOFError, OSError) as error:
             self._links.pop(rank).close()
             if rank not in self._left:
                 self._lose(Lost([rank], str(error) or "its connection was closed", late=False))
-            return False
-        if data is None:
-            return False
-        kind, key, message = pickle.loads(data)  # from a process of this very job
-        self._heard[rank] = time.monotonic()
+
+    def _take(self, rank: int, kind: str, key: _Key, message: Any) -> None:
         if kind == "left":
             self._left.add(rank)
-            self._part_from(rank)
         elif kind == "lost":
             self._lose(message)
         elif kind == "reply":
@@ -383,7 +392,6 @@ class Agreements:
                 self._advance(key)
             elif message is not None:
                 one.missing[rank] = message
-        return True
 
     def _advance(self, key: _Key) -> None:
         """Say what this rank and all below it say, when that is complete."""
@@ -410,39 +418,22 @@ class Agreements:
         self._finished[key[0]] = key[1]
         one = self._open.pop(key, None)
         if one is not None and one.side is not None:
-            one.side.end(reply)
+            self._when_sent.append(functools.partial(one.side.end, reply))
 
     def _send(self, rank: int, kind: str, key: _Key | None, message: Any) -> None:
-        link = self._links.get(rank)
-        if link is None or (self.lost is not None and kind != "lost"):
-            return
-        try:
-            link.send(pickle.dumps((kind, key, message)), self._links.values())
-        except TimeoutError as error:
-            self._lose(Lost([rank], str(error), late=True))
-        except OSError:
-            pass  # it is gone; what it has said before, such as a reply or that it leaves, is still to be read
+        if rank in self._links and (self.lost is None or kind == "lost"):
+            self._links[rank].send(pickle.dumps((kind, key, message)))
 
     def _lose(self, lost: Lost) -> None:
         """End all agreements, once, and let the others know why."""
         if self.lost is not None:
             return
         self.lost = lost
+        self._sends_until = time.monotonic() + _GOODBYE_SECONDS
         for rank in self._links:
             self._send(rank, "lost", None, lost)
-        if self.on_lost is not None:
-            self.on_lost()
-
-    def _say_goodbye(self) -> None:
-        self._is_closed = True
-        for rank in list(self._links):
-            self._send(rank, "left", None, None)
-            self._part_from(rank)
-
-    def _part_from(self, rank: int) -> None:
-        """Close the connection to a neighbour when both have taken leave."""
-        if self._is_closed and rank in self._left:
-            self._links.pop(rank).close()
+        self._end_all(lost)
+        self._on_lost()
 
     # -- who is missing ----------------------------------------------------------------------------------------------
 
@@ -475,7 +466,12 @@ class Agreements:
     def _look_for_lost(self) -> None:
         """Find out whether an agreement can still come about; rank 0 knows most, and decides."""
         now = time.monotonic()
-        for one in list(self._open.values()):
+        for rank, link in self._links.items():
+            if link.is_sending and now - link.sent_at > self.timeout_seconds:
+                self._lose(Lost([rank], "it takes nothing more of a message", late=True))
+        for one in self._open.values():
+            if self.lost is not None:
+                return
             awaited = {child for child in self._children if child not in one.came}
             if self._rank:
                 awaited.add(parent_of(self._rank))
@@ -485,7 +481,6 @@ class Agreements:
             )
             if gone:
                 self._lose(Lost(gone, "it has closed its manager, or ended", late=False))
-                return
             seconds = now - one.opened
             if not self._rank:
                 self._look_for_missing(one, seconds)
@@ -496,8 +491,6 @@ class Agreements:
                 ]  # fmt: skip
                 if silent:
                     self._lose(Lost(silent, "no sign of life", late=True))
-            if self.lost is not None:
-                return
 
     def _look_for_missing(self, one: _Open, seconds: float) -> None:
         missing = self._missing(one)

@@ -56,7 +56,7 @@ def itself(combined: Any) -> Any:
 
 
 class Group:
-    """One process by itself. Nothing of torch.distributed is touched.
+    """The processes of a run; as it is, one by itself, which touches nothing of torch.distributed.
 
     Attributes:
         rank: Number of this process.
@@ -112,20 +112,17 @@ class Group:
         """Whether this is the group that this process belongs to now."""
         return not in_group()
 
-    def tell_of_loss(self, call: Callable[[], None]) -> None:
-        """Have a function called, in another thread, when a process is lost."""
-
     def close(self) -> None:
         """Give back what the group holds."""
 
 
-def group_of_this_process(timeout_seconds: float, process_group: Any = None) -> Group:
-    """Return the processes that this one belongs to: those of a process group, by default of all, or only itself."""
+def group_of_this_process(timeout_seconds: float, process_group: Any, on_lost: Callable[[], None]) -> Group:
+    """Return the processes that this one belongs to: those of a process group, or only itself. See `RankGroup`."""
     if not in_group():
         return Group()
     from safeckpt.distributed.rank_group import RankGroup  # noqa: PLC0415 - connections, which one process has none of
 
-    return RankGroup(timeout_seconds, process_group)
+    return RankGroup(timeout_seconds, process_group, on_lost)
 
 
 def in_group() -> bool:
@@ -133,6 +130,6 @@ def in_group() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def rank_of_this_process(process_group: Any = None) -> int:
+def rank_of_this_process(process_group: Any) -> int:
     """Return the number of this process among those that it belongs to. Does not communicate."""
     return torch.distributed.get_rank(process_group) if in_group() else 0

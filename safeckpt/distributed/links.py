@@ -10,24 +10,26 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import logging
 import queue
 import secrets
-import selectors
 import socket
 import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from safeckpt.errors import listed
+from safeckpt.errors import RankLostError, listed
 from safeckpt.system.threads import start
 
-__all__ = ["Link", "NotMetError", "children_of", "meet", "parent_of", "ranks_below"]
+__all__ = ["Link", "children_of", "meet", "parent_of", "ranks_below"]
+
+_log = logging.getLogger("safeckpt")
 
 _SLICE_SECONDS = 1.0  # for which the store, which other threads need as well, is waited for at a time
 _DIAL_SECONDS = 3.0
@@ -35,42 +37,28 @@ _ANSWER_SECONDS = 10.0
 _ACCEPT_SECONDS = 0.05
 _PROOF_BYTES = 32
 _HERE = b"here"
-_STUCK = "it takes nothing more of a message"
 _LENGTH = struct.Struct("!Q")
-_Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)  # neither needs a descriptor
 _MOST_RECEIVED_BYTES = 1 << 20  # at a time
 _FAR_AWAY = ("192.0.2.1", "2001:db8::1")  # kept for documentation: there is nothing
 
 
-class NotMetError(Exception):
-    """Ranks did not come, or could not be reached.
-
-    Attributes:
-        missing: Those that did not come.
-    """
-
-    def __init__(self, text: str, missing: list[int]) -> None:
-        super().__init__(text)
-        self.missing = missing
-
-
 class Link:
-    """A connection to a neighbour, over which whole messages go.
+    """A connection to a neighbour, over which whole messages go. Nothing here waits.
 
     Args:
         connected: The socket.
-        seconds: How long to wait for a neighbour that takes nothing more of a message.
+
+    Attributes:
+        sent_at: When the neighbour last took something of a message, or was first asked to.
     """
 
-    def __init__(self, connected: socket.socket, seconds: float) -> None:
+    def __init__(self, connected: socket.socket) -> None:
         connected.setblocking(False)
         self._socket = connected
         weakref.finalize(self, connected.close).atexit = False  # one that was lost is closed without a warning
-        self._seconds = seconds
         self._taken_in = bytearray()
-        self._is_ended = False
-        self._error: OSError | None = None
-        self._is_stuck = False
+        self._to_send = bytearray()
+        self.sent_at = 0.0
 
     def fileno(self) -> int:
         """Return the descriptor; it can be read when there is something to take in."""
@@ -80,102 +68,50 @@ class Link:
         """Close it. What was sent still arrives."""
         self._socket.close()
 
-    def send(self, message: bytes, links: Iterable[Link]) -> None:
-        """Send a message, and return when the system has all of it.
-
-        Args:
-            message: The message.
-            links: All connections of this rank. What comes over them is taken in meanwhile: a neighbour may have
-                something large to say as well, and would take nothing in before it has said it.
-
-        Raises:
-            TimeoutError: The neighbour takes nothing more of it.
-            OSError: The connection is closed.
-        """
-        if self._is_stuck:  # in the middle of another one
-            raise TimeoutError(_STUCK)
-        left = memoryview(_LENGTH.pack(len(message)) + message)
-        left = left[self._send_some(left) :]
-        if left:
-            self._is_stuck = (
-                True  # until all of it is sent, whatever is raised: what came next would be read as its end
-            )
-            self._send_rest(left, links)
-            self._is_stuck = False
-
-    def _send_rest(self, left: memoryview, links: Iterable[Link]) -> None:
-        end = time.monotonic() + self._seconds
-        while left:
-            can_send = self._wait_to_send({self, *links}, end - time.monotonic())
-            sent = self._send_some(left) if can_send else 0
-            left = left[sent:]
-            if sent:
-                end = time.monotonic() + self._seconds
-            elif time.monotonic() >= end:
-                raise TimeoutError(_STUCK)
-
-    def _wait_to_send(self, links: Iterable[Link], seconds: float) -> bool:
-        """Wait for something to happen, take in what has come, and return whether something can be sent."""
-        with _Selector() as selector:
-            for link in links:
-                events = 0 if link._is_ended else selectors.EVENT_READ
-                if events | (link is self):
-                    selector.register(link, events | (selectors.EVENT_WRITE if link is self else 0))
-            happened = {key.fileobj: events for key, events in selector.select(max(0.0, seconds))}
-        for link in links:
-            if happened.get(link, 0) & selectors.EVENT_READ:
-                link.take_in()
-        return bool(happened.get(self, 0) & selectors.EVENT_WRITE)
-
-    def _send_some(self, data: memoryview) -> int:
-        try:
-            return self._socket.send(data)
-        except BlockingIOError:
-            return 0
-
-    def take_in(self) -> None:
-        """Take in what has come, without waiting."""
-        try:
-            data = self._socket.recv(_MOST_RECEIVED_BYTES)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            self._is_ended, self._error = True, error
-            return
-        self._taken_in += data
-        self._is_ended = not data
-
     @property
-    def has_news(self) -> bool:
-        """Whether `next_message` has something to return or to raise."""
-        return self._is_ended or self._length is not None
+    def is_sending(self) -> bool:
+        """Whether the system has not taken all of what there is to send."""
+        return bool(self._to_send)
 
-    def next_message(self) -> bytes | None:
-        """Return the next message that was taken in; None when it has not come yet.
+    def send(self, message: bytes) -> None:
+        """Send a message, after those before it."""
+        if not self._to_send:
+            self.sent_at = time.monotonic()
+        self._to_send += _LENGTH.pack(len(message)) + message
+        self.send_some()
+
+    def send_some(self) -> None:
+        """Send what the system takes now."""
+        try:
+            sent = self._socket.send(self._to_send)
+        except BlockingIOError:
+            return
+        except OSError:  # it is gone; what it has said before, such as a reply or that it leaves, is still to be read
+            sent = len(self._to_send)
+        self.sent_at = time.monotonic()
+        del self._to_send[:sent]
+
+    def take_in(self) -> Iterator[bytes]:
+        """Take in what has come, and yield the messages that are complete.
 
         Raises:
             EOFError: The neighbour has closed the connection, and there is no other message.
             OSError: The connection is broken, and there is no other message.
         """
-        length = self._length
-        if length is not None:
-            end = _LENGTH.size + length
+        try:
+            data = self._socket.recv(_MOST_RECEIVED_BYTES)
+        except BlockingIOError:
+            return
+        self._taken_in += data
+        while len(self._taken_in) >= _LENGTH.size:
+            end = _LENGTH.size + _LENGTH.unpack_from(self._taken_in)[0]
+            if len(self._taken_in) < end:
+                break
             message = bytes(self._taken_in[_LENGTH.size : end])
             del self._taken_in[:end]
-            return message
-        if self._error is not None:
-            raise self._error
-        if self._is_ended:
+            yield message
+        if not data:
             raise EOFError
-        return None
-
-    @property
-    def _length(self) -> int | None:
-        """The length of the next message, when all of it was taken in."""
-        if len(self._taken_in) < _LENGTH.size:
-            return None
-        (length,) = _LENGTH.unpack_from(self._taken_in)
-        return length if len(self._taken_in) >= _LENGTH.size + length else None
 
 
 def parent_of(rank: int) -> int:
@@ -195,40 +131,33 @@ def ranks_below(rank: int, size: int) -> range:
     return range(rank, min(size, rank + (rank & -rank or size)))
 
 
-def meet(
-    store: Any, rank: int, size: int, seconds: float, still_waiting: Callable[[list[int]], None]
-) -> dict[int, Link]:
-    """Return the connections of a rank to its parent and its children, by rank.
-
-    Called by all ranks.
+def meet(store: Any, rank: int, size: int, seconds: float) -> dict[int, Link]:
+    """Return the connections of a rank to its parent and its children, by rank. Called by all ranks.
 
     Args:
         store: Where they leave word for each other; nobody else uses its names.
         rank: This rank.
         size: How many there are.
-        seconds: How long to wait for the others.
-        still_waiting: Called now and then with those that did not come yet.
+        seconds: How long to wait for the others. Rank 0 logs meanwhile who is not there.
 
     Raises:
-        NotMetError: Some did not come in time.
+        RankLostError: Some did not come in time, or the store is gone.
     """
-    meeting = _Meeting(store, rank, size, seconds, still_waiting)
     links: dict[int, Link] = {}
     try:
-        with _listening(bool(children_of(rank, size))) as listener:
-            token = secrets.token_hex(16)
-            port = 0 if listener is None else listener.getsockname()[1]
-            store.set(str(rank), json.dumps({"port": port, "token": token, "hosts": _hosts(store) if port else []}))
-            # Children first: who waits for its parent is then answered at once, if that is there at all.
-            if listener is not None:
-                links = meeting.accept(listener, token)
-        if rank:
-            links[parent_of(rank)] = meeting.dial(parent_of(rank))
-    except BaseException:
+        _Meeting(store, rank, size, seconds).connect(links)
+    except BaseException as error:
         for link in links.values():
             link.close()
+        if isinstance(error, RuntimeError) and not isinstance(error, RankLostError):
+            raise _not_met([], str(error).partition("\n")[0], seconds) from error
         raise
     return links
+
+
+def _not_met(missing: list[int], reason: str, seconds: float) -> RankLostError:
+    what = "the ranks were meeting for the first time"
+    return RankLostError(what=what, lost=missing, timeout_seconds=seconds, reason=reason, late=bool(missing))
 
 
 def _proof(token: str, part: str, child: int) -> bytes:
@@ -249,46 +178,50 @@ def _read(connected: socket.socket, count: int) -> bytes:
 class _Meeting:
     """The ranks of a group on their way to each other."""
 
-    def __init__(
-        self, store: Any, rank: int, size: int, seconds: float, still_waiting: Callable[[list[int]], None]
-    ) -> None:
+    def __init__(self, store: Any, rank: int, size: int, seconds: float) -> None:
         self._store = store
         self._rank = rank
         self._size = size
         self._seconds = seconds
         self._end = time.monotonic() + seconds
         self._next_word = time.monotonic() + _SLICE_SECONDS
-        self._still_waiting = still_waiting
 
-    def accept(self, listener: socket.socket, token: str) -> dict[int, Link]:
-        """Return the connections of all children, when they have dialled.
+    def connect(self, links: dict[int, Link]) -> None:
+        """Add the connections to the neighbours."""
+        with _listening(bool(children_of(self._rank, self._size))) as listener:
+            token = secrets.token_hex(16)
+            port = 0 if listener is None else listener.getsockname()[1]
+            hosts = _hosts(self._store) if port else []
+            self._store.set(str(self._rank), json.dumps({"port": port, "token": token, "hosts": hosts}))
+            # Children first: who waits for its parent is then answered at once, if that is there at all.
+            if listener is not None:
+                self._accept(listener, token, links)
+        if self._rank:
+            parent = parent_of(self._rank)
+            links[parent] = self._dial(parent)
+
+    def _accept(self, listener: socket.socket, token: str, links: dict[int, Link]) -> None:
+        """Add the connections of all children, when they have dialled.
 
         Each caller is answered in a thread of its own, so that one that says nothing keeps nobody waiting.
         """
-        links: dict[int, Link] = {}
         wanted = set(children_of(self._rank, self._size))
         arrived: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
         listener.settimeout(_ACCEPT_SECONDS)
-        try:
-            while wanted:
-                self._look_at_the_clock(f"rank(s) {listed(sorted(wanted))} did not connect to rank {self._rank}")
-                with contextlib.suppress(TimeoutError, ConnectionError):
-                    caller = listener.accept()[0]
-                    thread = threading.Thread(target=self._answer, args=(caller, token, arrived), daemon=True)
-                    if not start(thread):
-                        caller.close()
-                while not arrived.empty():
-                    child, caller = arrived.get()
-                    if child in wanted:
-                        wanted.remove(child)
-                        links[child] = self._as_link(caller)
-                    else:
-                        caller.close()
-        except BaseException:
-            for link in links.values():
-                link.close()
-            raise
-        return links
+        while wanted:
+            self._look_at_the_clock(f"rank(s) {listed(sorted(wanted))} did not connect to rank {self._rank}")
+            with contextlib.suppress(TimeoutError, ConnectionError):
+                caller = listener.accept()[0]
+                thread = threading.Thread(target=self._answer, args=(caller, token, arrived), daemon=True)
+                if not start(thread):
+                    caller.close()
+            while not arrived.empty():
+                child, caller = arrived.get()
+                if child in wanted:
+                    wanted.remove(child)
+                    links[child] = _as_link(caller)
+                else:
+                    caller.close()
 
     def _answer(self, caller: socket.socket, token: str, arrived: queue.SimpleQueue[tuple[int, socket.socket]]) -> None:
         """Find out which child calls. Nothing is read of a caller but a proof that it knows the token."""
@@ -305,7 +238,7 @@ class _Meeting:
                         return
         caller.close()
 
-    def dial(self, rank: int) -> Link:
+    def _dial(self, rank: int) -> Link:
         """Return a connection to another rank. What is written of it may be of an earlier start: it is read again."""
         tried = "nothing"
         while True:
@@ -334,11 +267,7 @@ class _Meeting:
                 return None
             called.sendall(_HERE)
             closing.pop_all()
-            return self._as_link(called)
-
-    def _as_link(self, connected: socket.socket) -> Link:
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return Link(connected, self._seconds)
+            return _as_link(called)
 
     def _look_at_the_clock(self, otherwise: str) -> None:
         now = time.monotonic()
@@ -351,8 +280,18 @@ class _Meeting:
         missing = [rank for rank in range(self._size) if not self._store.check([str(rank)])]
         if is_over:
             text = f"they are not there {self._seconds:g} seconds after rank {self._rank}" if missing else otherwise
-            raise NotMetError(text, missing)
-        self._still_waiting(missing)
+            raise _not_met(missing, text, self._seconds)
+        if missing:
+            _log.warning(
+                "waiting for rank(s) %s, which have not called their managers yet. Every rank has to make one and call "
+                "it: not under `if rank == 0:`, as one does with torch.save",
+                listed(missing),
+            )
+
+
+def _as_link(connected: socket.socket) -> Link:
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return Link(connected)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import logging
+import copy
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -14,13 +14,11 @@ import torch
 from safeckpt.distributed.agreement import Agreements, Combined, Lost, Side, reply_to, said
 from safeckpt.distributed.failures import Failure, error_of, failure_of
 from safeckpt.distributed.group import Group, Section, in_group, itself, lowest
-from safeckpt.distributed.links import NotMetError, meet
-from safeckpt.errors import GroupDestroyedError, RankLostError, SafeckptError, listed
+from safeckpt.distributed.links import Link, meet
+from safeckpt.errors import GroupDestroyedError, RankLostError, SafeckptError
 from safeckpt.system.torch_private import store_below
 
 __all__ = ["RankGroup"]
-
-_log = logging.getLogger("safeckpt")
 
 _FRONT, _BACK = 0, 1  # channels of the training loop and of the thread that writes
 _meetings: dict[str, int] = {}  # how often ranks have met, by the name of their process group
@@ -34,13 +32,16 @@ class RankGroup(Group):
     Args:
         timeout_seconds: How long a rank is waited for that does not come to a section.
         process_group: The process group; None for the default one.
+        on_lost: Called, in another thread, when a process is lost.
 
     Raises:
         RankLostError: Ranks did not come to form the group.
         ValueError: This process does not belong to the process group.
     """
 
-    def __init__(self, timeout_seconds: float, process_group: Any = None) -> None:
+    def __init__(
+        self, timeout_seconds: float, process_group: Any = None, on_lost: Callable[[], None] = lambda: None
+    ) -> None:
         self.rank = torch.distributed.get_rank(process_group)
         self.size = torch.distributed.get_world_size(process_group)
         if self.rank < 0:
@@ -51,23 +52,15 @@ class RankGroup(Group):
         self._process_group = process_group
         self._channel = _FRONT
         self._world = torch.distributed.group.WORLD
-        self._agreements = Agreements(self._meet(timeout_seconds), self.rank, self.size, timeout_seconds)
+        self._agreements = Agreements(self._meet(timeout_seconds), self.rank, self.size, timeout_seconds, on_lost)
 
-    def _meet(self, timeout_seconds: float) -> dict[int, Any]:
+    def _meet(self, timeout_seconds: float) -> dict[int, Link]:
         group: Any = self._process_group or self._world
         name: str = group.group_name
         _meetings[name] = meeting = _meetings.get(name, 0) + 1
         # torchrun may start ranks again in the store of those before, whose addresses are there still.
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = store_below(f"safeckpt/{start}/{name}/{meeting}")
-        try:
-            return meet(store, self.rank, self.size, timeout_seconds, _say_who_is_missing)
-        except (NotMetError, RuntimeError) as error:  # the latter of a store that is gone
-            missing = getattr(error, "missing", [])
-            raise RankLostError(
-                what="the ranks were meeting for the first time", lost=missing, timeout_seconds=timeout_seconds,
-                reason=str(error).partition("\n")[0], late=bool(missing),
-            ) from error  # fmt: skip
+        return meet(store_below(f"safeckpt/{start}/{name}/{meeting}"), self.rank, self.size, timeout_seconds)
 
     def _all_ranks(self) -> list[int]:
         """Return the ranks of the default process group that belong to this one."""
@@ -78,18 +71,13 @@ class RankGroup(Group):
         """See `Group`."""
         return in_group() and self._world is torch.distributed.group.WORLD
 
-    def tell_of_loss(self, call: Callable[[], None]) -> None:
-        """See `Group`."""
-        self._agreements.on_lost = call
-
     def close(self) -> None:
         """See `Group`: connections, descriptors and threads."""
         self._agreements.close(is_failing=sys.exception() is not None)
 
     def for_background(self) -> Group:
         """See `Group`."""
-        other = object.__new__(RankGroup)
-        other.__dict__.update(self.__dict__)
+        other = copy.copy(self)
         other._channel = _BACK
         return other
 
@@ -165,13 +153,4 @@ class RankGroup(Group):
             timeout_seconds=self._agreements.timeout_seconds,
             reason=lost.reason,
             late=lost.late,
-        )
-
-
-def _say_who_is_missing(missing: list[int]) -> None:
-    if missing:
-        _log.warning(
-            "waiting for rank(s) %s, which have not called their managers yet. Every rank has to make one and call it: "
-            "not under `if rank == 0:`, as one does with torch.save",
-            listed(missing),
         )

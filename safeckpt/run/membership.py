@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from safeckpt.distributed import Group, Ranks, group_of_this_process, in_group, rank_of_this_process
+from safeckpt.distributed.group import Group, group_of_this_process, in_group, rank_of_this_process
+from safeckpt.distributed.ranks import Ranks
 from safeckpt.errors import GroupDestroyedError
 
 __all__ = ["Membership"]
@@ -43,8 +44,8 @@ class Membership:
         if self._group is None or not self._group.current:
             if self._group is not None and not in_group():
                 raise GroupDestroyedError(what="coming back to it", path=self._path)
-            self._group = group_of_this_process(self.ranks.timeout_seconds, self.ranks.process_group)
-            self._group.tell_of_loss(self.on_lost)
+            ranks = self.ranks
+            self._group = group_of_this_process(ranks.timeout_seconds, ranks.process_group, self.on_lost)
             self._compared = False
         if not self._compared:
             if self._group.size > 1:
