@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from safeckpt.distributed.fingerprint import exact_digest_of, joined
 from safeckpt.errors import StateMismatchError, UnsavableStateError
 from safeckpt.state import RESERVED_KEY
 from safeckpt.state.tree import join
+from safeckpt.system.torch_private import set_versions, versions_of
 
 __all__ = ["Names", "names_in", "refuse_left_over", "stage_of", "united", "without_others"]
 
 Names = frozenset[tuple[str, str]]  # component, and what is named in it
 
 _OF_MODULES = ("classes", "training", "options")  # of a module's record: what is named by the path of a submodule
-_VERSIONS = "_metadata"  # of a module's state
 _OF_GROUPS = frozenset({"params", "param_names"})  # of a group of parameters; the rest are its options
 
 
@@ -61,74 +61,87 @@ def united(payloads: list[Mapping[str, Any]]) -> dict[str, Any]:
     records = reserved["components"] = dict(reserved["components"])
     for payload in payloads[1:]:
         other = payload[RESERVED_KEY]
-        reserved["gradients"] = {**reserved["gradients"], **_missing(other["gradients"], reserved["gradients"])}
+        reserved["gradients"] = {**other["gradients"], **reserved["gradients"]}
         reserved["ties"] = [*reserved["ties"], *(names for names in other["ties"] if names not in reserved["ties"])]
         for name, record in other["components"].items():
             if record["kind"] == "module":
-                result[name] = _united_state(result[name], payload[name])
+                result[name] = _united_modules(result[name], payload[name])
                 both = {key: {**record[key], **records[name][key]} for key in ("requires_grad", *_OF_MODULES)}
                 records[name] = {**records[name], **both}
             elif _is_usual(payload[name], record):
-                result[name], records[name] = _united_optimizers(
-                    name, (result[name], records[name]), (payload[name], record)
+                _refuse_other_options(name, result[name], payload[name])
+                known = set(_keys_of(result[name], records[name]))
+                more = (
+                    [one for one in members if one.slot["name"] not in known]
+                    for members in _members(payload[name], record)
                 )
+                members = [one + two for one, two in zip(_members(result[name], records[name]), more, strict=True)]
+                stepped = records[name].get("stepped") or record.get("stepped")
+                result[name], records[name] = _of_members(result[name], {**records[name], "stepped": stepped}, members)
     return result
 
 
-def _missing(entries: Mapping[Any, Any], there: Mapping[Any, Any]) -> dict[Any, Any]:
-    return {key: value for key, value in entries.items() if key not in there}
-
-
-def _united_state(one: Any, other: Any) -> Any:
+def _united_modules(one: Any, other: Any) -> Any:
     state = one.copy()
-    state.update(_missing(other, one))
-    _set_versions(state, {**_versions(other), **_versions(one)})
+    state.update(_without(other, one))
+    return _with_versions(state, {**(versions_of(other) or {}), **(versions_of(one) or {})})
+
+
+def _with_versions(state: Any, versions: Mapping[str, Any]) -> Any:
+    if versions:
+        set_versions(state, OrderedDict(versions))
     return state
 
 
-def _versions(state: Any) -> Mapping[str, Any]:
-    """Return what torch keeps beside the entries of a module: versions, by the path of the submodule."""
-    found: Mapping[str, Any] = getattr(state, _VERSIONS, {})
-    return found
-
-
-def _set_versions(state: Any, versions: Mapping[str, Any]) -> None:
-    if versions:
-        setattr(state, _VERSIONS, OrderedDict(versions))
-
-
-def _united_optimizers(
-    name: str, one: tuple[Mapping[str, Any], Mapping[str, Any]], other: tuple[Mapping[str, Any], Mapping[str, Any]]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    (state, record), (more, their_record) = one, other
-    if [_options(group) for group in state["param_groups"]] != [_options(group) for group in more["param_groups"]]:
+def _refuse_other_options(name: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+    if [_options(group) for group in one["param_groups"]] != [_options(group) for group in other["param_groups"]]:
         raise UnsavableStateError(
             location=name,
             type_name="optimizer of another stage",
             reason="its groups of parameters, or their options, are others than those of the first stage",
             cure="give the optimizers of all stages the same groups, empty ones too, and the same options.",
         )
-    entries = dict(state["state"])
-    known = {slot["name"] for slots in record["slots"] for slot in slots}
-    number = 1 + max((n for group in state["param_groups"] for n in group["params"]), default=-1)
-    groups, all_slots = [], []
-    for group, slots, theirs, their_slots in zip(
-        state["param_groups"], record["slots"], more["param_groups"], their_record["slots"], strict=True
-    ):
-        added = [position for position, slot in enumerate(their_slots) if slot["name"] not in known]
-        numbers = {theirs["params"][position]: number + index for index, position in enumerate(added)}
-        number += len(added)
-        entries.update((numbers[old], more["state"][old]) for old in numbers if old in more["state"])
-        groups.append({**group, "params": [*group["params"], *numbers.values()]})
-        if "param_names" in group:
-            groups[-1]["param_names"] = [*group["param_names"], *(theirs["param_names"][n] for n in added)]
-        all_slots.append([*slots, *(their_slots[position] for position in added)])
-    stepped = record.get("stepped") or their_record.get("stepped")
-    return {**state, "state": entries, "param_groups": groups}, {**record, "slots": all_slots, "stepped": stepped}
 
 
 def _options(group: Mapping[str, Any]) -> str:
-    return exact_digest_of({key: value for key, value in group.items() if key not in _OF_GROUPS})
+    return exact_digest_of(_without(group, _OF_GROUPS))
+
+
+class _Member(NamedTuple):
+    """What an optimizer has of one parameter."""
+
+    slot: Mapping[str, Any]
+    entries: list[Any]  # its state, if it has any
+    names: list[Any]  # the one that its group has for it, if it has names
+
+
+def _members(state: Mapping[str, Any], record: Mapping[str, Any]) -> list[list[_Member]]:
+    """Return what an optimizer has of each parameter, by group."""
+    entries = state["state"]
+    return [
+        [
+            _Member(slot, [entries[number]] if number in entries else [], group.get("param_names", [])[place:][:1])
+            for place, (number, slot) in enumerate(zip(group["params"], slots, strict=True))
+        ]
+        for group, slots in zip(state["param_groups"], record["slots"], strict=True)
+    ]
+
+
+def _of_members(
+    state: Mapping[str, Any], record: Mapping[str, Any], members: list[list[_Member]]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return an optimizer with these parameters in its groups, numbered as one that was made of them."""
+    entries = _without(state["state"], {number for group in state["param_groups"] for number in group["params"]})
+    groups, count = [], 0
+    for group, some in zip(state["param_groups"], members, strict=True):
+        numbers = range(count, count + len(some))
+        count += len(some)
+        groups.append({**group, "params": list(numbers)})
+        if "param_names" in group:
+            groups[-1]["param_names"] = [name for one in some for name in one.names]
+        entries.update((number, entry) for number, one in zip(numbers, some, strict=True) for entry in one.entries)
+    slots = [[one.slot for one in some] for some in members]
+    return {**state, "state": entries, "param_groups": groups}, {**record, "slots": slots}
 
 
 def without_others(payload: Mapping[str, Any], live: Mapping[str, Any]) -> tuple[dict[str, Any], Names]:
@@ -154,11 +167,15 @@ def without_others(payload: Mapping[str, Any], live: Mapping[str, Any]) -> tuple
         state, record = result[name], records[name]
         if record["kind"] == "module":
             paths = _paths_of(others, record["classes"], live[RESERVED_KEY]["components"][name]["classes"])
-            result[name] = _cut_state(state, others, paths)
+            kept = state.copy()
+            for key in state.keys() & others:
+                del kept[key]
+            result[name] = _with_versions(kept, _without(versions_of(state) or {}, paths))
             cut = {key: _without(record[key], paths) for key in _OF_MODULES}
             records[name] = {**record, **cut, "requires_grad": _without(record["requires_grad"], others)}
         else:
-            result[name], records[name] = _cut_optimizer(state, record, others)
+            members = [[one for one in some if one.slot["name"] not in others] for some in _members(state, record)]
+            result[name], records[name] = _of_members(state, record, members)
     reserved["gradients"] = _without(reserved["gradients"], {join(component, key) for component, key in gone})
     return result, gone
 
@@ -171,32 +188,6 @@ def _paths_of(others: Collection[str], saved: Collection[str], live: Collection[
 
 def _without(entries: Mapping[Any, Any], keys: Collection[str]) -> dict[Any, Any]:
     return {key: value for key, value in entries.items() if key not in keys}
-
-
-def _cut_state(state: Any, others: Collection[str], paths: Collection[str]) -> Any:
-    cut = state.copy()
-    for key in state.keys() & others:
-        del cut[key]
-    _set_versions(cut, _without(_versions(state), paths))
-    return cut
-
-
-def _cut_optimizer(
-    state: Mapping[str, Any], record: Mapping[str, Any], others: Collection[str]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Number the parameters that are left anew, as an optimizer of them alone does."""
-    groups, all_slots = [], []
-    numbers: dict[Any, int] = {}
-    for group, slots in zip(state["param_groups"], record["slots"], strict=True):
-        kept = [position for position, slot in enumerate(slots) if slot["name"] not in others]
-        for position in kept:
-            numbers[group["params"][position]] = len(numbers)
-        groups.append({**group, "params": [numbers[group["params"][position]] for position in kept]})
-        if "param_names" in group:
-            groups[-1]["param_names"] = [group["param_names"][position] for position in kept]
-        all_slots.append([slots[position] for position in kept])
-    entries = {numbers[old]: entry for old, entry in state["state"].items() if old in numbers}
-    return {**state, "state": entries, "param_groups": groups}, {**record, "slots": all_slots}
 
 
 def refuse_left_over(names: Names, path: object) -> None:
