@@ -7,7 +7,7 @@ from safeckpt.errors import *  # noqa: F403 - listed there, and nowhere else
 from safeckpt.system.lazy import module_getattr
 
 if TYPE_CHECKING:
-    from safeckpt.distributed import Ranks
+    from safeckpt.distributed.ranks import Ranks
     from safeckpt.exporting import export
     from safeckpt.file import FileReport
     from safeckpt.functional import load, save, verify
@@ -33,7 +33,7 @@ else:
         "Guard": "safeckpt.state",
         "ImportReport": "safeckpt.importing",
         "Mirror": "safeckpt.remote",
-        "Ranks": "safeckpt.distributed",
+        "Ranks": "safeckpt.distributed.ranks",
         "ReplayReport": "safeckpt.run.replay",
         "ResumableLoader": "safeckpt.loader",
         "ResumeReport": "safeckpt.proof",

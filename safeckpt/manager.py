@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from safeckpt.distributed import Ranks
+from safeckpt.distributed.ranks import Ranks
 from safeckpt.errors import UncapturedStateWarning
 from safeckpt.run.arguments import checked_names, checked_notes, checked_step
 from safeckpt.run.capturing import Capturer

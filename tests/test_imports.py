@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 import safeckpt
-import safeckpt.distributed
 import safeckpt.file
 import safeckpt.remote
 from tests.manager.helpers import save_steps
@@ -66,7 +65,7 @@ def test_public_names_are_listed_before_they_are_used() -> None:
         safeckpt.nothing  # noqa: B018
 
 
-LAZY = (safeckpt, safeckpt.distributed, safeckpt.file, safeckpt.remote)
+LAZY = (safeckpt, safeckpt.file, safeckpt.remote)
 
 
 @pytest.mark.parametrize("package", LAZY, ids=lambda package: package.__name__)

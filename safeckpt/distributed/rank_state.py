@@ -21,26 +21,22 @@ from typing import Any
 
 import torch
 
-from safeckpt.distributed.comparison import Digests, digests_on
+from safeckpt.distributed.comparison import STAGE
 from safeckpt.distributed.fingerprint import SHARDED, exact_digest_of, fingerprints, joined, layout_of
 from safeckpt.distributed.stages import Names, stage_of, without_others
-from safeckpt.errors import DamagedCheckpointError, StateMismatchError, UnsavableStateError, listed
+from safeckpt.errors import DamagedCheckpointError, StateMismatchError
 from safeckpt.file import encode, iter_placeholders, open_file, write_file
 from safeckpt.state import RESERVED_KEY, Component, capture
 from safeckpt.state.random_streams import RngStreams
 from safeckpt.state.tree import join, map_tensors, named_tensors
 
 __all__ = [
-    "compared_digests",
     "digests_of",
-    "first_of_stages",
-    "have_own_gradients",
+    "layout_digests_of",
     "pack_rank_state",
     "payload_of_rank",
     "rank_key",
     "rank_state_of",
-    "ranks_hold_parts",
-    "refuse_parts",
     "replica_fingerprints",
     "replica_layouts",
     "with_world",
@@ -50,8 +46,7 @@ _PACKED_BYTES = 4096  # a multiple of it: numbers that grow must not give the te
 _LENGTH_BYTES = 8
 _OF_A_FILE = b"PK\x03\x04"  # a length of that many bytes there cannot be
 
-_STAGE = "stage"
-_OF_THE_WORLD = frozenset({"world_size", "own_gradients", "ranks", _STAGE})
+_OF_THE_WORLD = frozenset({"world_size", "own_gradients", "ranks", STAGE})
 # Ranks that train one model hold equal states of these; of everything else each may have its own.
 _REPLICATED = frozenset({"module", "optimizer", "scheduler", "scaler"})
 _OF_EACH_RANK = ("rng", "recent_losses")  # never the same
@@ -125,30 +120,10 @@ def layout_digests_of(payload: Mapping[str, Any]) -> dict[str, str]:
     """Return those of the digests that say which tensors there are: no values are looked at."""
     stage = stage_of(payload)
     layouts = replica_layouts(payload, stage)
-    found = {_STAGE: stage}
+    found = {STAGE: stage}
     found["#"] = joined((name, layout) for name, layout in layouts.items() if not layout.startswith(SHARDED))
     found[f"# {stage}"] = joined((name, layout) for name, layout in layouts.items() if layout.startswith(SHARDED))
     return found
-
-
-def compared_digests(rank: int, digests: Mapping[str, str]) -> Digests:
-    """Return the digests of one rank, for a comparison of the copies that ranks have."""
-    return digests_on(rank, digests, [name for name in digests if name[0] in "=~#" or name in ("gradients", _STAGE)])
-
-
-def have_own_gradients(found: Digests) -> bool:
-    """Tell whether ranks have different gradients, as between two micro-steps without synchronization."""
-    return not found.are_equal("gradients")
-
-
-def ranks_hold_parts(found: Digests) -> bool:
-    """Tell whether ranks have different tensors in what is replicated: no copies, but parts of something."""
-    return any(name[0] == "#" and not found.are_equal(name) for name in found.holders)
-
-
-def first_of_stages(found: Digests) -> list[int]:
-    """Return, of each stage that ranks hold, the first rank that holds it."""
-    return found.first_holders(_STAGE)
 
 
 def _without_shards(piece: Any) -> Any:
@@ -176,24 +151,6 @@ def replica_layouts(payload: Mapping[str, Any], stage: str) -> dict[str, str]:
     for name, tensor in tensors:
         found[f"{name} @{stage[:8]}" if hasattr(tensor, "to_local") else name] = layout_of(tensor)
     return found
-
-
-def refuse_parts(names: list[str]) -> None:
-    """Refuse to save what is a different part of a model on each rank: only that of rank 0 would be kept.
-
-    Args:
-        names: Of the tensors that not every rank has.
-    """
-    names = [name.partition(" @")[0] for name in names] or ["a sharded tensor"]
-    raise UnsavableStateError(
-        location=names[0],
-        type_name="part of a model that is another on each rank",
-        reason="of plain tensors that ranks hold together, the checkpoint has one copy, and not every rank has "
-        + listed(names),
-        cure="shard the model with DTensor (fully_shard, parallelize_module); or wrap each rank's part, such as a "
-        "stage of a pipeline, and its optimizer in an object with state_dict and load_state_dict, which is saved for "
-        "every rank.",
-    )
 
 
 def _copies_of_shards(payload: Mapping[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
@@ -239,8 +196,8 @@ def rank_state_of(payload: Mapping[str, Any], digests: Mapping[str, str], first:
     """
     mine = payload[RESERVED_KEY]
     own: dict[str, Any] = {name: mine[name] for name in _OF_EACH_RANK if name in mine}
-    if digests[_STAGE] != first[_STAGE]:
-        own[_STAGE] = digests[_STAGE]
+    if digests[STAGE] != first[STAGE]:
+        own[STAGE] = digests[STAGE]
     for name, piece in _pieces(payload).items():
         if name.startswith("=") or digests[name] == first.get(name):
             continue
@@ -308,7 +265,7 @@ def with_world(
     """
     world: dict[str, Any] = {"world_size": size, "own_gradients": own_gradients}
     if rank_states is None:
-        world[_STAGE] = stage
+        world[STAGE] = stage
     else:
         world["ranks"] = rank_states
     return {**payload, RESERVED_KEY: {**payload[RESERVED_KEY], **world}}
@@ -361,11 +318,11 @@ def payload_of_rank(
         live = capture(components).payload
         result, left_out = without_others(result, live)
         reserved = result[RESERVED_KEY]
-        stage = mine.get(_STAGE, saved.get(_STAGE))
+        stage = mine.get(STAGE, saved.get(STAGE))
         if stage is not None and stage != stage_of(live):
             mine = mine and {**mine, "records": _records_but(mine, reserved["components"], {"module", "optimizer"})}
             _refuse_sharded({**result, **mine.get("states", {})}, reserved["components"], path)
-        elif _STAGE in mine:  # the state is numbered as the whole one is
+        elif STAGE in mine:  # the state is numbered as the whole one is
             mine = {**mine, "records": _records_but(mine, reserved["components"], {"optimizer"})}
     if mine:
         _overlay(result, reserved, mine)

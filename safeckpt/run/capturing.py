@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from safeckpt.distributed import ShardTensors, digests_of, extract_shards, is_sharded, layout_digests_of
+from safeckpt.distributed.rank_state import digests_of, layout_digests_of
+from safeckpt.distributed.shards import ShardTensors, extract_shards, is_sharded
 from safeckpt.errors import LossSpikeError, NonFiniteError, UncapturedStateWarning, UnsavableStateError
 from safeckpt.file import encode
 from safeckpt.run.arguments import checked_metrics, checked_step

@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from safeckpt.distributed import Names, as_local_shards, in_group, payload_of_rank, place_shards
+from safeckpt.distributed.group import in_group
+from safeckpt.distributed.rank_state import payload_of_rank
+from safeckpt.distributed.shards import as_local_shards, place_shards
+from safeckpt.distributed.stages import Names
 from safeckpt.errors import DamagedCheckpointError, LoadError, StateMismatchError
 from safeckpt.file import CheckpointFolder, MappedFiles
 from safeckpt.run.catalog import Bad, Checkpoint, Gone, OpenCheckpoint, fault_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from safeckpt.distributed import holds_same
+from safeckpt.distributed.fingerprint import holds_same
 from safeckpt.state import RESERVED_KEY, Plan
 from safeckpt.state.component import has_attribute
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from pathlib import PurePath
 from typing import NamedTuple
 
-from safeckpt.distributed import Names, refuse_left_over
+from safeckpt.distributed.stages import Names, refuse_left_over
 from safeckpt.errors import CheckpointNotFoundError, DirectoryNotSharedError, LoadError, NoGoodCheckpointError
 from safeckpt.remote.urls import RemotePath
 from safeckpt.run.catalog import Bad, Gone, fault_of, warn_skipped

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from safeckpt.distributed import Group
+from safeckpt.distributed.group import Group
 from safeckpt.run.first_draws import FirstDraws
 from safeckpt.run.membership import Membership
 from safeckpt.run.replay import Replay

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from safeckpt.distributed import Group
+from safeckpt.distributed.group import Group
 from safeckpt.errors import DirectoryInUseError, DirectoryLockedError, DirectoryNotSharedError, SafeckptWarning
 from safeckpt.run.catalog import Catalog, Checkpoint
 from safeckpt.run.membership import Membership

@@ -26,26 +26,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
-from safeckpt.distributed import (
-    Decision,
-    Digests,
-    Group,
-    Plans,
-    Proposals,
-    Texts,
-    both_digests,
-    both_texts,
-    compared_digests,
-    digests_of,
-    first_of_stages,
-    have_own_gradients,
-    rank_state_of,
-    ranks_hold_parts,
-    refuse_parts,
-    replica_fingerprints,
-    replica_layouts,
-    texts_of,
-)
+from safeckpt.distributed.comparison import Digests, both_digests, digests_on
+from safeckpt.distributed.group import Group
+from safeckpt.distributed.plans import Decision, Plans, Proposals
+from safeckpt.distributed.rank_state import digests_of, rank_state_of, replica_fingerprints, replica_layouts
 from safeckpt.errors import (
     REFUSALS,
     CheckpointNotFoundError,
@@ -312,7 +296,7 @@ class Saver:
     def _answer(self, group: Group, draft: Draft, *, proposes: bool) -> _RankAnswer:
         """Return what the other ranks have to know of what this one has captured."""
         proposals = self._output.plans.propose(draft.shards, group.rank) if draft.is_sharded and proposes else {}
-        digests = compared_digests(group.rank, draft.digests)
+        digests = digests_on(group.rank, draft.digests)
         return _RankAnswer(draft.checkpoint, draft.is_sharded, digests, proposals)
 
     def _draft_of_rank(
@@ -340,7 +324,7 @@ class Saver:
     def _summarize(self, captured: _RankAnswer, *, decides: bool) -> _Summary:
         """Say how what the ranks have compares, and decide which of them writes which shards. On rank 0."""
         found = captured.digests
-        drifted, hold_parts, decision = found.drifted(), ranks_hold_parts(found), None
+        drifted, hold_parts, decision = found.drifted(), found.hold_parts(), None
         if decides and captured.is_sharded and not hold_parts:
             decision = self._output.plans.decide(captured.proposals, self._run.group.size, drifted=bool(drifted))
         return _Summary(
@@ -348,8 +332,8 @@ class Saver:
             dict(found.first),
             drifted,
             hold_parts,
-            own_gradients=have_own_gradients(found),
-            stages=first_of_stages(found),
+            own_gradients=found.own_gradients(),
+            stages=found.stages(),
             decision=decision,
         )
 
@@ -418,8 +402,9 @@ class Saver:
         """Name what differs between ranks, and refuse it; or warn of it, and take the directory."""
         run, step = self._run, draft.checkpoint.step
         if summary.hold_parts:
-            with group.section(f"{what}: comparing parts", both_texts, _refuse_parts) as section:
-                section.answer = texts_of(replica_layouts(draft.captured, draft.digests["stage"]))
+            with group.section(f"{what}: comparing parts", both_digests, Digests.refuse_parts) as section:
+                layouts = replica_layouts(draft.captured, draft.digests["stage"])
+                section.answer = digests_on(group.rank, layouts, everything=True)
         text = self._refuse_drift(group, what, draft, summary, is_first=run.timeline.saved_step is None)
         with group.section(f"{what}: warning of drift") as section:  # where warnings are errors, on all ranks
             if group.is_rank_zero:
@@ -435,8 +420,8 @@ class Saver:
             ReplicaDriftError: The policy asks for it, or there is no checkpoint yet.
         """
         run, step, ranks = self._run, draft.checkpoint.step, summary.drifted
-        with group.section(f"{what}: naming what differs", both_texts, Texts.differing) as section:
-            section.answer = texts_of(replica_fingerprints(draft.captured))
+        with group.section(f"{what}: naming what differs", both_digests, Digests.differing) as section:
+            section.answer = digests_on(group.rank, replica_fingerprints(draft.captured), everything=True)
         names = section.result
         run.directory.add_event("replicas_differ", step, ranks=ranks, names=names[:20], names_total=len(names))
         if run.membership.ranks.on_drift == "error" or is_first:
@@ -643,7 +628,3 @@ def _world(group: Group, summary: _Summary) -> World:
 
 def _all_of_each(one: list[bool], other: list[bool]) -> list[bool]:
     return list(map(operator.and_, one, other))
-
-
-def _refuse_parts(texts: Texts) -> None:
-    refuse_parts(texts.differing())

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from safeckpt.distributed import Section
+from safeckpt.distributed.group import Section
 from safeckpt.run.run import Run
 
 __all__ = ["HEEDED_SECONDS", "Agreed", "StepAgreement"]

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from safeckpt.distributed import in_group
+from safeckpt.distributed.group import in_group
 from safeckpt.errors import REFUSALS, SafeckptError, SafeckptWarning
 from safeckpt.run.arguments import checked_metrics, checked_step
 from safeckpt.run.capturing import Capturer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from safeckpt.distributed import holds_same
+from safeckpt.distributed.fingerprint import holds_same
 from safeckpt.errors import UncapturedStateWarning
 from safeckpt.state.component import has_attribute
 from safeckpt.state.random_streams import RngStreams

@@ -10,7 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
-from safeckpt.distributed import Places, Plans, pack_rank_state, rank_key, united, with_placeholders, with_world
+from safeckpt.distributed.plans import Places, Plans
+from safeckpt.distributed.rank_state import pack_rank_state, rank_key, with_world
+from safeckpt.distributed.shards import with_placeholders
+from safeckpt.distributed.stages import united
 from safeckpt.file import INDEX, METADATA, PreparedFile, ShardFile, Write, encode, open_file, prepare, shard_of_bytes
 from safeckpt.run.capturing import Draft
 from safeckpt.run.catalog import Checkpoint
