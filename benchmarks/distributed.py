@@ -6,10 +6,12 @@ import io
 import json
 import os
 import pickle
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -141,14 +143,14 @@ def agree_as_rank_zero(ranks: int) -> dict[str, Any]:
 
     from safeckpt.distributed.agreement import Agreements, reply_to, said
     from safeckpt.distributed.group import lowest
-    from safeckpt.distributed.links import children_of
+    from safeckpt.distributed.links import Link, children_of
 
     context = get_context("spawn")
     children = children_of(0, ranks)
-    pairs = {child: context.Pipe() for child in children}
+    pairs = {child: socket.socketpair() for child in children}
     others = context.Process(target=_speak_for, args=({child: pair[1] for child, pair in pairs.items()},), daemon=True)
     others.start()
-    agreements = Agreements({child: pair[0] for child, pair in pairs.items()}, 0, ranks, 600.0)
+    agreements = Agreements({child: Link(pair[0]) for child, pair in pairs.items()}, 0, ranks, 600.0)
     began_cpu = began = 0.0
     seconds = []
     for number in range(_AGREEMENTS + 1):
@@ -179,16 +181,20 @@ _WHAT = "saving step 1000"
 _SAME = {"step": 1000, "components": "model optimizer scheduler loader"}
 
 
-def _speak_for(links: dict[int, Any]) -> None:
+def _speak_for(sockets: dict[int, socket.socket]) -> None:
     """Say what the ranks below each child of rank 0 say together, agreement after agreement."""
     from safeckpt.distributed.agreement import said
+    from safeckpt.distributed.links import Link
 
+    links = {child: Link(one) for child, one in sockets.items()}
     for number in range(1, _AGREEMENTS + 2):
         for child, link in links.items():
-            link.send_bytes(pickle.dumps(("said", (0, number), said(child, _WHAT, _SAME, 0, None))))
+            link.send(pickle.dumps(("said", (0, number), said(child, _WHAT, _SAME, 0, None))))
         for link in links.values():
-            while pickle.loads(link.recv_bytes())[0] != "reply":
-                pass
+            kinds: list[str] = []
+            while "reply" not in kinds:
+                wait([link])
+                kinds += [pickle.loads(data)[0] for data in link.take_in()]
 
 
 def _growth(disk: Path) -> Report:
