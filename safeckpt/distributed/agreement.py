@@ -43,6 +43,7 @@ _Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)  # neit
 
 Combine = Callable[[Any, Any], Any]
 Decide = Callable[[Any], Any]
+_Key = tuple[int, int]
 
 
 class Combined(NamedTuple):
@@ -82,22 +83,15 @@ class Side:
     """This rank's side of one agreement.
 
     Attributes:
-        channel: Of the loop or of the thread that writes.
-        number: Of the agreement on its channel.
-        what: What it is about.
-        combine: Combines the answers of neighbours, the lower ranks first.
+        key: The channel, of the loop or of the thread that writes, and the number of the agreement on it.
         decide: Makes the result of all answers, on rank 0: in the thread of the agreements where nobody waits for it.
-        is_waited_for: Whether the caller waits for the reply, or asks for it later.
         combined: What this rank says; None as long as it is busy.
         replies: Where the reply comes; on rank 0, where the caller decides, what all ranks say.
         ended: Set when the reply is there, and was passed on.
     """
 
-    def __init__(
-        self, channel: int, number: int, what: str, combine: Combine, decide: Decide, *, is_waited_for: bool
-    ) -> None:
-        self.channel = channel
-        self.number = number
+    def __init__(self, key: _Key, what: str, combine: Combine, decide: Decide, *, is_waited_for: bool) -> None:
+        self.key = key
         self.what = what
         self.combine = combine
         self.decide = decide
@@ -170,9 +164,6 @@ class _Open:
         self.next_word = self.opened + _WORD_SECONDS
 
 
-_Key = tuple[int, int]
-
-
 class Agreements:
     """The agreements of one rank with the others, and the thread that makes them.
 
@@ -227,20 +218,20 @@ class Agreements:
         before = self._begun.get(channel)
         if before is not None and before.combined is None:  # the others would wait for the rest of it for ever
             self.give_up(f"it was interrupted while {before.what}")
-        number = 1 if before is None else before.number + 1
-        side = self._begun[channel] = Side(channel, number, what, combine, decide, is_waited_for=is_waited_for)
+        number = 1 if before is None else before.key[1] + 1
+        side = self._begun[channel] = Side((channel, number), what, combine, decide, is_waited_for=is_waited_for)
         self._inbox.put(lambda: self._note(side))
         return side
 
     def end(self, side: Side) -> None:
         """Say what this rank has to say; the reply comes into `side.replies`."""
-        self._call(lambda: self._advance((side.channel, side.number)))
+        self._call(lambda: self._advance(side.key))
         if self.lost is not None:  # the thread may have ended before it could take this
             side.end(self.lost)
 
     def reply(self, side: Side, reply: Reply) -> Reply | Lost:
         """Say what was decided, on rank 0, and return when that was sent: this process may end at once."""
-        self._call(lambda: self._finish((side.channel, side.number), reply))
+        self._call(lambda: self._finish(side.key, reply))
         if self.lost is not None:
             return self.lost
         sent = side.replies.get()
@@ -363,7 +354,7 @@ class Agreements:
             self._inbox.get()()
 
     def _note(self, side: Side) -> _Open:
-        one = self._open.setdefault((side.channel, side.number), _Open())
+        one = self._open.setdefault(side.key, _Open())
         one.side = side
         return one
 

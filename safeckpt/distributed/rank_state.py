@@ -79,18 +79,24 @@ def _split(payload: Mapping[str, Any], name: str) -> tuple[Any, dict[Any, Any]]:
     return state, {}
 
 
-def _pieces(payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is compared with rank 0's, by name; those with `=` have to be equal."""
+def _replicas(payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what ranks that train one model hold equal copies of, by component."""
+    records = payload[RESERVED_KEY]["components"]
+    return {name: _split(payload, name)[0] for name, record in records.items() if record["kind"] in _REPLICATED}
+
+
+def _pieces(payload: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
+    """Return what each rank may have of its own, by (part of a rank's state, component in it)."""
     reserved = payload[RESERVED_KEY]
     local = {name: grad for name, grad in reserved["gradients"].items() if not hasattr(grad, "to_local")}
-    found: dict[str, Any] = {"environment": reserved["environment"], "gradients": local}
+    found: dict[tuple[str, str], Any] = {("environment", ""): reserved["environment"], ("gradients", ""): local}
     for name, record in reserved["components"].items():
         state, other = _split(payload, name)
-        replicated = record["kind"] in _REPLICATED
-        found[f"={name}" if replicated else f"state {name}"] = state
-        found[f"record {name}"] = record
+        found["records", name] = record
+        if record["kind"] not in _REPLICATED:
+            found["states", name] = state
         if other:
-            found[f"{'buffers' if record['kind'] == 'module' else 'losses'} {name}"] = other
+            found["buffers" if record["kind"] == "module" else "losses", name] = other
     return found
 
 
@@ -106,11 +112,10 @@ def digests_of(payload: Mapping[str, Any]) -> dict[str, str]:
     """
     stage = stage_of(payload)
     found = layout_digests_of(payload)
-    for name, piece in _pieces(payload).items():
-        if name[0] == "=":  # ranks of another stage have no copies of it
-            found[f"{name} {stage}"] = joined(fingerprints(piece).items())
-        else:
-            found[name] = exact_digest_of(_without_shards(piece))
+    for name, replica in _replicas(payload).items():  # ranks of another stage have no copies of it
+        found[f"={name} {stage}"] = joined(fingerprints(replica).items())
+    for (part, component), piece in _pieces(payload).items():
+        found[f"{part} {component}".strip()] = exact_digest_of(_without_shards(piece))
     for place, shards in _copies_of_shards(payload).items():
         found[f"{place} {stage}"] = joined(fingerprints(shards).items())
     return found
@@ -179,8 +184,7 @@ def _copies_of_shards(payload: Mapping[str, Any]) -> dict[str, dict[str, torch.T
 
 def replica_fingerprints(payload: Mapping[str, Any]) -> dict[str, str]:
     """Return one fingerprint for each value that replicas share, to find out which of them differ."""
-    shared = {name[1:]: piece for name, piece in _pieces(payload).items() if name.startswith("=")}
-    found = fingerprints(shared)
+    found = fingerprints(_replicas(payload))
     for place, shards in _copies_of_shards(payload).items():
         found.update((f"{name} {place[1:]}", text) for name, text in fingerprints(shards).items())
     return found
@@ -198,14 +202,14 @@ def rank_state_of(payload: Mapping[str, Any], digests: Mapping[str, str], first:
     own: dict[str, Any] = {name: mine[name] for name in _OF_EACH_RANK if name in mine}
     if digests[STAGE] != first[STAGE]:
         own[STAGE] = digests[STAGE]
-    for name, piece in _pieces(payload).items():
-        if name.startswith("=") or digests[name] == first.get(name):
+    for (part, component), piece in _pieces(payload).items():
+        name = f"{part} {component}".strip()
+        if digests[name] == first.get(name):
             continue
-        kind, _, component = name.partition(" ")
         if component:
-            own.setdefault({"state": "states", "record": "records"}.get(kind, kind), {})[component] = piece
+            own.setdefault(part, {})[component] = piece
         else:
-            own[kind] = piece
+            own[part] = piece
     return own
 
 

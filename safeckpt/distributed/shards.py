@@ -8,7 +8,8 @@ component and the path in its state.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,17 +57,7 @@ def extract_shards(payload: Mapping[str, Any], *, is_rank_zero: bool) -> tuple[d
         UnsavableStateError: Two tensors have one name, or a tensor is the summand of a sum that is not made yet.
     """
     shards: ShardTensors = {}
-    records = payload[RESERVED_KEY]["components"]
-    skeleton = {
-        name: _without(state, _namer(name, state, records[name]), shards) for name, state in payload.items()
-        if name != RESERVED_KEY
-    }  # fmt: skip
-    own = dict(payload[RESERVED_KEY])
-    gradients = own["gradients"]
-    own["gradients"] = _without(
-        gradients, {id(t): join("safeckpt.grad", name) for name, t in gradients.items()}, shards
-    )
-    skeleton[RESERVED_KEY] = own
+    skeleton = _with_each(payload, functools.partial(_as_placeholder, shards))
     for key, tensor in shards.items():
         if any(placement.is_partial() for placement in getattr(tensor, "placements", ())):
             raise UnsavableStateError(
@@ -96,10 +87,9 @@ def _namer(name: str, state: Any, record: Mapping[str, Any], *, everything: bool
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:
-    plain = (
-        tensor.layout is torch.strided and not hasattr(tensor, "to_local") and not torch.nn.parameter.is_lazy(tensor)
-    )
-    return plain and tensor.numel() > 1 and 0 in tensor.stride()
+    if tensor.layout is not torch.strided or hasattr(tensor, "to_local") or torch.nn.parameter.is_lazy(tensor):
+        return False
+    return tensor.numel() > 1 and 0 in tensor.stride()
 
 
 def _numbered(state: Mapping[str, Any], record: Mapping[str, Any]) -> Iterator[tuple[Any, str]]:
@@ -109,33 +99,49 @@ def _numbered(state: Mapping[str, Any], record: Mapping[str, Any]) -> Iterator[t
             yield number, slot["name"]
 
 
-def _without(tree: Any, keys: Mapping[int, str], shards: ShardTensors) -> Any:
+def _with_each(
+    payload: Mapping[str, Any], change: Callable[[str, torch.Tensor], Any], *, everything: bool = False
+) -> dict[str, Any]:
+    """Return a payload with something else in the place of each tensor that has a key. See `_namer`."""
+    own = payload[RESERVED_KEY]
+    result = {
+        name: _changed(state, _namer(name, state, own["components"][name], everything=everything), change)
+        for name, state in payload.items()
+        if name != RESERVED_KEY
+    }
+    gradients = {id(tensor): join("safeckpt.grad", name) for name, tensor in own["gradients"].items()}
+    result[RESERVED_KEY] = {**own, "gradients": _changed(own["gradients"], gradients, change)}
+    return result
+
+
+def _changed(tree: Any, keys: Mapping[int, str], change: Callable[[str, torch.Tensor], Any]) -> Any:
     if not keys:
         return tree
+    return map_tensors(tree, lambda tensor: change(keys[id(tensor)], tensor) if id(tensor) in keys else tensor)
 
-    def place_holder(tensor: torch.Tensor) -> Any:
-        key = keys.get(id(tensor))
-        if key is None or tensor.is_meta or torch.nn.parameter.is_lazy(tensor):
-            return tensor
-        if shards.setdefault(key, tensor) is not tensor:
-            raise UnsavableStateError(
-                location=key,
-                type_name="torch.Tensor",
-                reason="two different tensors would have this name",
-                cure="give one of the components another name.",
-            )
-        holder = {SHARD_KEY: key, "shape": list(tensor.size()), "dtype": tensor.dtype}
-        if hasattr(tensor, "to_local"):
-            placements: Any = tensor.placements  # type: ignore[attr-defined]
-            holder["placements"] = [getattr(placement, "dim", None) for placement in placements]
-        return holder
 
-    return map_tensors(tree, place_holder)
+def _as_placeholder(shards: ShardTensors, key: str, tensor: torch.Tensor) -> Any:
+    """Return what stands for a tensor, and note that; one that has no content is returned as it is."""
+    if tensor.is_meta or torch.nn.parameter.is_lazy(tensor):
+        return tensor
+    if shards.setdefault(key, tensor) is not tensor:
+        raise UnsavableStateError(
+            location=key,
+            type_name="torch.Tensor",
+            reason="two different tensors would have this name",
+            cure="give one of the components another name.",
+        )
+    holder = {SHARD_KEY: key, "shape": list(tensor.size()), "dtype": tensor.dtype}
+    if hasattr(tensor, "to_local"):
+        placements: Any = tensor.placements  # type: ignore[attr-defined]
+        holder["placements"] = [getattr(placement, "dim", None) for placement in placements]
+    return holder
 
 
 def with_placeholders(tree: Any, shards: ShardTensors) -> Any:
     """Return containers with placeholders for those of their tensors that are among the shards."""
-    return _without(tree, {id(tensor): key for key, tensor in shards.items()}, dict(shards))
+    keys = {id(tensor): key for key, tensor in shards.items()}
+    return _changed(tree, keys, functools.partial(_as_placeholder, dict(shards)))
 
 
 def place_shards(
@@ -160,16 +166,19 @@ def place_shards(
     layouts = _live_layouts(payload, components)
     tensors: ShardTensors = {}
 
-    def allocate(value: Any) -> Any:
-        holder = placeholder_of(value, reader.path)
-        if holder is None:
-            return ENTER
-        if holder.key not in tensors:
-            live = _layout_of(holder, layouts)
-            tensors[holder.key] = _empty_like(live, holder.shape, holder.dtype)
-        return value
+    def with_tensors(tree: Any, tensor_of: Callable[[Placeholder], torch.Tensor]) -> Any:
+        def place(value: Any) -> Any:
+            holder = placeholder_of(value, reader.path)
+            return ENTER if holder is None else tensor_of(holder)
 
-    map_tree(dict(payload), allocate)
+        return map_tree(tree, place)
+
+    def allocated(holder: Placeholder) -> torch.Tensor:
+        if holder.key not in tensors:
+            tensors[holder.key] = _empty_like(_layout_of(holder, layouts), holder.shape, holder.dtype)
+        return tensors[holder.key]
+
+    with_tensors(dict(payload), allocated)
     kept = None if only is None else {*only, RESERVED_KEY}
     wanted = {
         key: tensor
@@ -178,12 +187,7 @@ def place_shards(
     }
     for key, part in reader.read(wanted).items():
         tensors[key] = with_local_part(wanted[key], part) if hasattr(wanted[key], "to_local") else part
-
-    def place(value: Any) -> Any:
-        holder = placeholder_of(value, reader.path)
-        return ENTER if holder is None else tensors[holder.key]
-
-    return {name: map_tree(value, place) for name, value in payload.items()}
+    return {name: with_tensors(value, lambda holder: tensors[holder.key]) for name, value in payload.items()}
 
 
 def as_local_shards(payload: Mapping[str, Any], components: Mapping[str, Component]) -> dict[str, Any]:
@@ -199,40 +203,33 @@ def as_local_shards(payload: Mapping[str, Any], components: Mapping[str, Compone
         return dict(payload)
     unknown: list[str] = []
 
-    def with_parts(tree: Any, keys: Mapping[int, str]) -> Any:
-        def part(tensor: torch.Tensor) -> torch.Tensor:
-            key = keys.get(id(tensor))
-            live = None if key is None else _layout_of(Placeholder(key, tensor.size(), tensor.dtype), layouts)
-            parameter = None if key is None or live is not None else _sharded_owner(key, layouts)
-            if parameter is not None and _is_of_some_dimensions(tensor, parameter):
-                unknown.append(
-                    f"{key}: it is whole in the checkpoint, {list(tensor.size())}, and nothing says which part of it "
-                    f"belongs to a shard of its parameter, {list(parameter.size())}. Make one optimizer step before "
-                    "restore(): then the live optimizer has it"
-                )
-            return tensor if live is None or not hasattr(live, "to_local") else _part_of(tensor, live)
+    def part(key: str, tensor: torch.Tensor) -> torch.Tensor:
+        live = _layout_of(Placeholder(key, tensor.size(), tensor.dtype), layouts)
+        parameter = None if live is not None else _sharded_owner(key, layouts)
+        if parameter is not None and _is_of_some_dimensions(tensor, parameter):
+            unknown.append(
+                f"{key}: it is whole in the checkpoint, {list(tensor.size())}, and nothing says which part of it "
+                f"belongs to a shard of its parameter, {list(parameter.size())}. Make one optimizer step before "
+                "restore(): then the live optimizer has it"
+            )
+        return tensor if live is None or not hasattr(live, "to_local") else _part_of(tensor, live)
 
-        return map_tensors(tree, part) if keys else tree
-
-    own = payload[RESERVED_KEY]
-    result = {
-        name: with_parts(state, _namer(name, state, own["components"][name], everything=True))
-        for name, state in payload.items()
-        if name != RESERVED_KEY
-    }
-    gradients = {id(tensor): join("safeckpt.grad", name) for name, tensor in own["gradients"].items()}
-    result[RESERVED_KEY] = {**own, "gradients": with_parts(own["gradients"], gradients)}
+    result = _with_each(payload, part, everything=True)
     if unknown:
         raise StateMismatchError(mismatches=unknown)
     return result
 
 
+def _owner(key: str, layouts: Mapping[str, torch.Tensor]) -> tuple[str, torch.Tensor | None]:
+    """Return the key of what a tensor is or belongs to, and the live tensor under it; None where there is none."""
+    while key not in layouts and "." in key:
+        key = key.rpartition(".")[0]
+    return key, layouts.get(key)
+
+
 def _sharded_owner(key: str, layouts: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
     """Return the parameter that a tensor of an optimizer belongs to, if each rank has a part of it."""
-    owner = key
-    while owner not in layouts and "." in owner:
-        owner = owner.rpartition(".")[0]
-    live = layouts.get(owner)
+    owner, live = _owner(key, layouts)
     sharded = any(placement.is_shard() for placement in getattr(live, "placements", ()))
     return live if owner != key and sharded else None
 
@@ -245,11 +242,15 @@ def _is_of_some_dimensions(tensor: torch.Tensor, parameter: torch.Tensor) -> boo
 
 def _part_of(tensor: torch.Tensor, live: Any) -> torch.Tensor:
     """Return what this rank has of a tensor when it lies as a live one does."""
-    shape, offsets = part_bounds(tensor.size(), live.device_mesh, live.placements)
-    part = tensor
-    for dimension, (length, offset) in enumerate(zip(shape, offsets, strict=True)):
-        part = part.narrow(dimension, min(offset, tensor.size(dimension)), length)
-    return with_local_part(live, part)
+    lengths, offsets = part_bounds(tensor.size(), live.device_mesh, live.placements)
+    return with_local_part(live, narrowed(tensor, map(min, offsets, tensor.size()), lengths))
+
+
+def narrowed(tensor: torch.Tensor, offsets: Iterable[int], lengths: Iterable[int]) -> torch.Tensor:
+    """Return a view of an area of a tensor."""
+    for dimension, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+        tensor = tensor.narrow(dimension, offset, length)
+    return tensor
 
 
 def _live_layouts(payload: Mapping[str, Any], components: Mapping[str, Component]) -> dict[str, torch.Tensor]:
@@ -276,10 +277,7 @@ def _layout_of(holder: Placeholder, layouts: Mapping[str, torch.Tensor]) -> torc
     That is the live one, or the parameter of its shape that it belongs to. State that a fresh object does not have yet
     lies as it was saved, on the mesh that is there now.
     """
-    owner = holder.key
-    while owner not in layouts and "." in owner:
-        owner = owner.rpartition(".")[0]
-    live = layouts.get(owner)
+    owner, live = _owner(holder.key, layouts)
     if owner == holder.key or (live is not None and live.size() == holder.shape):
         return live
     sharded = [one for one in layouts.values() if hasattr(one, "to_local")] if live is None else [live]

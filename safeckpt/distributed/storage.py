@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem, SavePlanner, WriteItem
 
 from safeckpt.distributed.plans import Places, Plans, planner_of
+from safeckpt.distributed.shards import narrowed
 from safeckpt.errors import DamagedCheckpointError
 from safeckpt.file import (
     METADATA,
@@ -221,10 +222,3 @@ class ShardReader:
 
     def _refuse(self, reason: str) -> NoReturn:
         raise DamagedCheckpointError(path=self.path, reason=reason, record=METADATA)
-
-
-def narrowed(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-    """Return a view of an area of a tensor."""
-    for dimension, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
-        tensor = tensor.narrow(dimension, offset, length)
-    return tensor
