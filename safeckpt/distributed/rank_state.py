@@ -162,7 +162,7 @@ def _copies_of_shards(payload: Mapping[str, Any]) -> dict[str, dict[str, torch.T
     """Return the local parts that other ranks have as well, by what they are a part of: `~` and where in the mesh.
 
     Ranks that stand at the same place of the dimensions that shard hold the same part (HSDP, and whatever tensor
-    parallelism leaves whole).
+    parallelism leaves whole). How far apart ranks are along a dimension tells meshes of one model from each other.
     """
     found: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in named_tensors({key: value for key, value in payload.items() if key != RESERVED_KEY}):
@@ -175,8 +175,11 @@ def _copies_of_shards(payload: Mapping[str, Any]) -> dict[str, dict[str, torch.T
             if placement.is_replicate():
                 place.append("R")
             else:
-                place.append(f"{placement}@{mesh.get_local_rank(dimension)}/{mesh.size(dimension)}")
-                parts *= mesh.size(dimension)
+                line = [slice(None) if other == dimension else 0 for other in range(mesh.ndim)]
+                ranks = mesh.mesh[tuple(line)].tolist()
+                apart = ranks[1] - ranks[0] if len(ranks) > 1 else 0
+                place.append(f"{placement}@{mesh.get_local_rank(dimension)}/{len(ranks)}*{apart}")
+                parts *= len(ranks)
         if parts < torch.distributed.get_world_size():
             found.setdefault("~" + " ".join(place), {})[name] = sharded.to_local()
     return found

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import safeckpt
@@ -617,10 +618,10 @@ def test_default_device_and_inference_mode_do_not_matter(seen: list[dict[str, An
 @case
 def warnings_during_a_write(path: Path) -> Any:
     """The writing thread must not touch the filters, which are those of all threads."""
-    from torch.distributed import checkpoint as engine
+    from safeckpt.distributed import storage
 
     model = net()
-    real = engine.save
+    real = storage.write_shards
 
     def slow(*arguments: Any, **options: Any) -> Any:
         inside.append(time.monotonic())
@@ -630,7 +631,7 @@ def warnings_during_a_write(path: Path) -> Any:
 
     inside: list[float] = []
     go: list[bool] = []
-    engine.save = slow
+    storage.write_shards = slow
     try:
         with manager(path, {"model": model}, async_save=True) as one:
             one.save(1)
@@ -644,7 +645,7 @@ def warnings_during_a_write(path: Path) -> Any:
                 one.wait()
             return [str(warning.message) for warning in given], warnings.filters == filters
     finally:
-        engine.save = real
+        storage.write_shards = real
 
 
 def test_write_in_the_background_leaves_warnings_alone(seen: list[dict[str, Any]]) -> None:
@@ -793,6 +794,28 @@ def test_copies_of_shards_that_drifted_are_not_mixed(tmp_path: Path) -> None:
     assert any("ReplicaDriftWarning" in text for text in given)
     state = safeckpt.load(tmp_path / "step-00000002")["model"]
     assert equal(list(state.values()), mine)
+
+
+def _on_two_meshes(path: Path) -> Any:
+    """Shards of one model over two dimensions of a mesh that are as long as each other."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
+    model = nn.Module()
+    for name in mesh.mesh_dim_names or ():
+        whole = torch.arange(16.0).view(4, 4)
+        setattr(model, name, nn.Parameter(distribute_tensor(whole, mesh[name], [Shard(0)])))
+    with manager(path, {"model": model}) as one:
+        one.save(1)
+        before = [local(p).detach().clone() for p in model.parameters()]
+        for p in model.parameters():
+            torch.nn.init.zeros_(local(p))
+        one.restore()
+    return equal(before, [local(p) for p in model.parameters()])
+
+
+@pytest.mark.slow
+def test_shards_on_two_meshes_are_no_copies_of_each_other(tmp_path: Path) -> None:
+    """As those of experts beside the rest: what stands at the same place of another mesh is another part."""
+    assert groups.results(4, _on_two_meshes, tmp_path) == [True] * 4
 
 
 # -- groups that go ----------------------------------------------------------------------------------------------------
