@@ -65,7 +65,8 @@ class Plans:
 
     def propose(self, shards: Mapping[str, torch.Tensor], rank: int) -> Proposals:
         """Return what this rank could write; nothing where that is what it was the time before."""
-        proposal = planner_of(shards).create_local_plan()
+        with torch.device("cpu"):  # where the engine computes offsets, whatever device is the default one
+            proposal = planner_of(shards).create_local_plan()
         if proposal == self.proposed:
             return {}
         self.proposed = proposal
