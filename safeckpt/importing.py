@@ -187,9 +187,8 @@ def import_checkpoint(
         keys = found.usual if wanted is None else wanted
         if not keys:
             raise ValueError(
-                f"{at} does not say what is what: give mapping={{'model': 'key', ...}}, on the command line "
-                "--map model=key. Its keys: "
-                f"{listed(_keys_of(found.parts), most=20)}"
+                f"{at} does not say what is what: name the key of each component (--map model=key, in Python "
+                f"mapping={{'model': 'key'}}). Its keys: {listed(_keys_of(found.parts), most=20)}"
             )
         values = {name: _pick(found.parts, key, at) for name, key in keys.items()}
         if wanted is None:
@@ -251,7 +250,7 @@ def _step_of_run(found: _Source, step: int | None, values: Mapping[str, Any], at
         raise ValueError(
             f"{at} does not tell its step: give the number of optimizer steps completed"
             + ("" if most is None else f", of which its optimizer has counted {most}")
-            + f" (step={shown}, on the command line --step {shown})"
+            + f" (--step {shown}, in Python step={shown})"
         )
     is_certain = step is None and found.kind != _TORCH_SAVE
     if counts and number not in counts.values() and not is_certain:
@@ -524,7 +523,7 @@ def _pick(parts: Any, key: str, at: Path) -> Any:
                 missing=[key],
                 available=[f"{before}{one}" for one in there],
                 path=at,
-                cure="give a key that is there: mapping={'model': 'key'}, --map model=key.",
+                cure="give a key that is there: --map model=key, in Python mapping={'model': 'key'}.",
             )
         found = found[int(name)] if is_list else found[_own_key(found, name)]
         before += f"{name}."

@@ -360,7 +360,7 @@ def test_component_beside_its_own_entries_is_refused(tmp_path: Path) -> None:
 def test_import_that_cannot_be_is_refused_and_writes_nothing(tmp_path: Path) -> None:
     """Each with what to do."""
     path, run = old_file(tmp_path), tmp_path / "run"
-    text = r"mapping=\{'model': 'key', \.\.\.\}, on the command line --map model=key\. Its keys: "
+    text = r"\(--map model=key, in Python mapping=\{'model': 'key'\}\)\. Its keys: "
     refused(path, run, ValueError, text + "net, opt, schedule, global_step")
     refused(path, run, safeckpt.ComponentMismatchError, "nett", mapping={"model": "nett"})
     refused(path, run, ValueError, "mapping is empty", mapping={})
@@ -372,7 +372,11 @@ def test_import_that_cannot_be_is_refused_and_writes_nothing(tmp_path: Path) -> 
         safeckpt.import_checkpoint("s3://bucket/x", run, mapping=USUAL)
     torch.save({"net": Parts().model.state_dict()}, tmp_path / "bare.pt")
     refused(
-        tmp_path / "bare.pt", run, ValueError, r"not tell its step: .*\(step=N, .*--step N\)", mapping={"model": "net"}
+        tmp_path / "bare.pt",
+        run,
+        ValueError,
+        r"not tell its step: .*\(--step N, in Python step=N\)",
+        mapping={"model": "net"},
     )
     torch.save([1, 2], tmp_path / "list.pt")
     refused(tmp_path / "list.pt", run, ValueError, "holds a list", mapping=USUAL)
@@ -526,9 +530,7 @@ def test_folder_of_accelerate_needs_a_step(tmp_path: Path) -> None:
         torch.save(states[key], folder / name)
     torch.save({"n": 4}, folder / "custom_checkpoint_0.pkl")
     (folder / "random_states_0.pkl").write_bytes(b"not read")
-    refused(
-        folder, tmp_path / "run", ValueError, r"its optimizer has counted 3 \(step=3, on the command line --step 3\)"
-    )
+    refused(folder, tmp_path / "run", ValueError, r"its optimizer has counted 3 \(--step 3, in Python step=3\)")
     report = safeckpt.import_checkpoint(folder, tmp_path / "run", step=3)
     assert report.taken == {
         "registered": "custom_checkpoint_0", "model": "model", "optimizer": "optimizer", "scheduler": "scheduler",

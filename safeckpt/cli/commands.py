@@ -394,7 +394,7 @@ def doctor(directory: str, *, as_json: bool) -> int:
 
 
 @group.command("import", short_help="Go on with a half-finished run of another tool.", epilog=_IMPORT_EXAMPLES)
-@click.argument("source", type=click.Path(exists=True))
+@click.argument("source", type=_PathOrURL(exists=True))
 @click.argument("directory", type=click.Path(file_okay=False))
 @click.option("--map", "pairs", multiple=True, metavar="NAME=KEY", help="A component and its key; may be repeated.")
 @click.option("--step", type=click.IntRange(min=0), help="Optimizer steps completed. [what SOURCE says]")
