@@ -318,11 +318,12 @@ def _is_attributes(state: Any) -> bool:
 
 
 def _tuple_of(items: tuple[Any, ...]) -> Value:
-    cost = 1 + len(items)
+    depth, cost = 0, 1 + len(items)
     for item in items:
         if type(item) is Value:
             cost += item.cost - 1
-    return Value("tuple", _deeper(_deepest(items)), min(_HASH_MODULUS, cost), items)
+            depth = max(depth, item.depth)
+    return Value("tuple", _deeper(depth), min(_HASH_MODULUS, cost), items)
 
 
 def _deepest(items: Iterable[Any]) -> int:
