@@ -6,9 +6,8 @@ arguments are looked at as well: a tensor must lie inside its storage, memory mu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -38,8 +37,7 @@ class PickleError(Exception):
     """A pickle that a safe load would refuse, or not survive."""
 
 
-@dataclass(slots=True)
-class Claim:
+class Claim(NamedTuple):
     """A storage as a pickle describes it.
 
     Attributes:

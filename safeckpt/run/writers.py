@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from safeckpt.distributed.plans import Places, Plans
@@ -61,8 +60,7 @@ class World(NamedTuple):
         )
 
 
-@dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     """Where a run writes its checkpoints, and how.
 
     Attributes:
