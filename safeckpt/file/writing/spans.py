@@ -190,8 +190,9 @@ class Span:
         """Copy all of it to an address in host memory; it is small."""
         if self.is_on_host:
             ctypes.memmove(address, self.address, self.nbytes)
-        else:
-            ctypes.memmove(address, self._bytes(0, self.nbytes).cpu().data_ptr(), self.nbytes)
+            return
+        moved = self._bytes(0, self.nbytes).cpu()  # held until it is copied
+        ctypes.memmove(address, moved.data_ptr(), self.nbytes)
 
     def view(self) -> memoryview:
         """Return its memory, which is on the host.
