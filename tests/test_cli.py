@@ -755,8 +755,10 @@ def test_prune_never_trades_a_good_checkpoint_for_a_damaged_one(command: Command
     out = command("prune", directory, "--keep-last", 1, "--dry-run")[1]
     assert "To delete: step 2 (" in out
     assert "Stays: step 4. Damaged, so that it stays and does not count: step 6." in out
-    found = command.json("prune", directory, "--keep-last", 1)
-    assert (found["deleted"], found["stays"], found["damaged"]) == ([2], [4, 6], [6])
+    found = command.json("prune", directory, "--keep-last", 1, "--dry-run")
+    assert (found["would_delete"], found["stays"], found["damaged"]) == ([2], [4, 6], [6])
+    out = command("prune", directory, "--keep-last", 1, "--yes")[1]
+    assert re.search(r"Deleted 1 checkpoint\(s\), .*\. Damaged, so that it stays and does not count: step 6\.", out)
     assert [name for name in names_in(directory) if name.endswith(".pt")] == NAMES[1:]
 
 

@@ -77,8 +77,11 @@ class _Plan:
     def __str__(self) -> str:
         goes = f"To delete: {_steps(self.doomed)} ({self.bytes_of(self.doomed)})." if self.doomed else ""
         whole = [step for step in self.stays if step not in self.damaged]
-        bad = f" Damaged, so that it stays and does not count: {_steps(self.damaged)}." if self.damaged else ""
-        return f"{goes or 'Nothing to delete.'} Stays: {_steps(whole)}.{bad}"
+        return f"{goes or 'Nothing to delete.'} Stays: {_steps(whole)}.{self.warning}"
+
+    @property
+    def warning(self) -> str:
+        return f" Damaged, so that it stays and does not count: {_steps(self.damaged)}." if self.damaged else ""
 
     def bytes_of(self, steps: Sequence[int]) -> str:
         return size(sum(self.sizes[step] for step in steps))
@@ -115,7 +118,7 @@ def prune(
     if dry_run or not plan.doomed:
         screen.line(str(plan))
     else:
-        screen.line(f"Deleted {len(deleted)} checkpoint(s), {plan.bytes_of(deleted)}.")
+        screen.line(f"Deleted {len(deleted)} checkpoint(s), {plan.bytes_of(deleted)}.{plan.warning}")
     if place.asides:
         total = size(sum(map(size_of, place.asides)))
         screen.line(
