@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import filelock
+import pytest
 import torch
 
 from safeckpt.distributed.rank_group import RankGroup
@@ -79,6 +81,17 @@ def results(size: int, function: Callable[..., Any], path: Path, *arguments: Any
 def answer(ended: Ended) -> Any:
     """Return what a rank has returned."""
     return pickle.loads(ended.value)
+
+
+def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Any]) -> Any:
+    """Return what a group says for all tests of a module, which several processes run: one asks, the others read it."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return make(factory.mktemp(name))
+    said = factory.getbasetemp().parent / f"{name}.pickle"
+    with filelock.FileLock(f"{said}.lock"):
+        if not said.exists():
+            said.write_bytes(pickle.dumps(make(factory.mktemp(name))))
+        return pickle.loads(said.read_bytes())
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,11 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 @pytest.fixture(scope="module")
 def seen(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two ranks has seen in every scenario."""
-    path = tmp_path_factory.mktemp(kind)
-    return groups.results(2, scenarios.all_of, path, kind, (*SHARED, *ONLY[kind]))
+
+    def ask(path: Path) -> list[dict[str, Any]]:
+        return groups.results(2, scenarios.all_of, path, kind, (*SHARED, *ONLY[kind]))
+
+    return groups.once(tmp_path_factory, f"agreement-{kind}", ask)
 
 
 def of(seen: list[dict[str, Any]], name: str) -> list[Any]:

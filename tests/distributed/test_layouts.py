@@ -51,7 +51,7 @@ def _run_all(path: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What both ranks saw in each case."""
-    return groups.results(2, _run_all, tmp_path_factory.mktemp("layouts"))
+    return groups.once(tmp_path_factory, "layouts", lambda path: groups.results(2, _run_all, path))
 
 
 def manager(path: Path, components: dict[str, Any], **options: Any) -> safeckpt.CheckpointManager:
