@@ -17,6 +17,7 @@ from safeckpt.file import encode, open_file, verify, write_file
 from safeckpt.file.archive import HEADER_RECORD, MOST_HEADER_BYTES
 from safeckpt.file.checksum import CHUNK_BYTES
 from safeckpt.file.trailer import TRAILER_BYTES
+from safeckpt.file.writing.stable_copies import SMALL_BYTES
 from tests.comparing import assert_same
 from tests.file.states import corpus, loaded, torch_pickle, trained, written
 
@@ -125,6 +126,17 @@ def test_data_across_chunk_borders_comes_back(tmp_path):
         assert archive.testzip() is None
     with open_file(path) as file:
         assert_same(file.load(), state)
+
+
+def test_small_records_of_every_size_come_back_beside_large_ones():
+    """Records around the size from which one is written by itself, empty ones and bytes of odd number among them."""
+    sizes = [SMALL_BYTES + more for more in (-1, 0, 1, -64, 64)] + [0, 1, 3, SMALL_BYTES // 2] * 5
+    state = [torch.arange(size).to(torch.uint8) for size in [*sizes, *reversed(sizes)]]
+    data = written(state)
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        assert archive.testzip() is None
+    assert verify(io.BytesIO(data)).self_proving
+    assert_same(loaded(data), state)
 
 
 def test_same_state_gives_the_same_bytes_in_any_file_and_process(tmp_path):

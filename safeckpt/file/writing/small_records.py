@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SmallRecords"]
 
-_CAPACITY_BYTES: Final = 512 << 10  # stays in the cache, and is enough for one write
-_MOST_AROUND_BYTES: Final = 4096  # of a record
-_ZEROS: Final = bytes(_MOST_AROUND_BYTES)
+_CAPACITY_BYTES: Final = 3 * SMALL_BYTES  # stays in the cache, is enough for one write, and has room for any record
 
 
 class SmallRecords:
@@ -37,7 +35,7 @@ class SmallRecords:
     """
 
     def __init__(self, position: int) -> None:
-        memory = np.empty(ALIGNMENT_BYTES + _CAPACITY_BYTES + SMALL_BYTES + _MOST_AROUND_BYTES, np.uint8)
+        memory = np.empty(_CAPACITY_BYTES, np.uint8)
         self._address = memory.ctypes.data
         self._view = as_view(memory)
         self.clear(position)
@@ -53,11 +51,6 @@ class SmallRecords:
         """How many bytes are in it."""
         return self._end - self._start
 
-    @property
-    def is_full(self) -> bool:
-        """Whether it may be too full for another record."""
-        return self.nbytes >= _CAPACITY_BYTES
-
     def add(self, data: bytes) -> bool:
         """Take in bytes that stand around records; return whether there was room for them."""
         end = self._end + len(data)
@@ -67,17 +60,26 @@ class SmallRecords:
         self._end = end
         return True
 
-    def add_record(self, entry: Entry, content: Content) -> None:
-        """Take in a whole record, of which there is a private copy then; its CRC-32 is known after `finish`."""
-        self.add(archive.local_header(entry))
-        low, high = self._end, self._end + entry.size
+    def add_record(self, entry: Entry, content: Content) -> bool:
+        """Take in a private copy of a whole record, and return whether there was room for it.
+
+        Its CRC-32 is known after `finish`.
+        """
+        header = archive.local_header(entry)
+        low = self._end + len(header)
+        high = low + entry.size
+        end = high + archive.descriptor_bytes(entry)
+        if end > len(self._view):
+            return False
+        self._view[self._end : low] = header
         if isinstance(content, bytes):
             self._view[low:high] = content
         elif entry.size:
             content.copy_to(self._address + low)
-        self._end = high + archive.descriptor_bytes(entry)
-        self._view[high : self._end] = _ZEROS[: self._end - high]
+        self._view[high:end] = bytes(end - high)
         self._records.append((entry, content, low))
+        self._end = end
+        return True
 
     def finish(self) -> None:
         """Look at the records so far, and take their CRC-32s.

@@ -222,9 +222,9 @@ class _Writer:
         return self._digest.size_bytes + self._joined.nbytes
 
     def _small_record(self, entry: Entry, content: Content) -> None:
-        if self._joined.is_full:
+        if not self._joined.add_record(entry, content):
             self._flush()
-        self._joined.add_record(entry, content)
+            self._joined.add_record(entry, content)
 
     def _large_record(self, entry: Entry, copies: StableCopies) -> None:
         self._put(archive.local_header(entry))
