@@ -180,6 +180,19 @@ def test_wrong_mapping_is_refused_at_the_restore(
     assert state_of(parts.components) == before
 
 
+@pytest.mark.parametrize("is_named", [True, False], ids=["named live", "named source"])
+def test_names_of_parameters_are_no_option_of_an_optimizer(is_named: bool, tmp_path: Path) -> None:
+    """An optimizer that was given names takes the state of one that was not, and the other way round."""
+    source, live = Parts(), Parts()
+    named = live if is_named else source
+    named.optimizer = torch.optim.AdamW(named.model.named_parameters(), lr=0.01)
+    named.scheduler = torch.optim.lr_scheduler.StepLR(named.optimizer, 3, 0.5)
+    torch.save(source.trained(3).states, tmp_path / "old.pt")
+    safeckpt.import_checkpoint(tmp_path / "old.pt", tmp_path / "run", mapping=USUAL, step=3)
+    restored(live, tmp_path / "run")
+    assert bits(live.optimizer.state_dict()["state"]) == bits(source.optimizer.state_dict()["state"])
+
+
 def test_component_that_is_not_there_is_refused(tmp_path: Path) -> None:
     """A name in the mapping that the manager does not know is an error as in any restore."""
     safeckpt.import_checkpoint(old_file(tmp_path), tmp_path / "run", mapping={**USUAL, "ema": "net"})

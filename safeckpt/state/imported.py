@@ -21,6 +21,7 @@ from safeckpt.errors import listed
 from safeckpt.state.component import Captured, Component, has_attribute
 from safeckpt.state.containers import to_plain
 from safeckpt.state.environment import environment
+from safeckpt.state.optimizer import NOT_OPTIONS
 from safeckpt.state.random_streams import RngStreams
 from safeckpt.state.run_state import RESERVED_KEY, capture
 from safeckpt.state.source_state import is_optimizer_state
@@ -251,10 +252,10 @@ def _check_optimizer(state: Any, live: Captured) -> Iterator[str]:
         yield f"the source has groups of {counts} parameters, the live optimizer of {[len(row) for row in slots]}"
         return
     for number, (group, now) in enumerate(zip(groups, live.state["param_groups"], strict=True)):
-        unknown = sorted(group.keys() - now.keys() - _SET_BY_SCHEDULERS)
+        unknown = sorted(group.keys() - now.keys() - _SET_BY_SCHEDULERS - NOT_OPTIONS)
         if unknown:
             yield f"group {number}: {listed(unknown)} in the source are no options of the live {live.record['class']}"
-        missing = sorted(now.keys() - group.keys() - _SET_BY_TORCH)
+        missing = sorted(now.keys() - group.keys() - _SET_BY_TORCH - NOT_OPTIONS)
         if missing:
             yield f"group {number}: the source has no {listed(missing)}"
         for slot, index in zip(slots[number], group["params"], strict=True):

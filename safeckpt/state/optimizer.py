@@ -21,10 +21,10 @@ from safeckpt.state.tree import copy_tree, detached, join, local_part, map_tenso
 from safeckpt.system.tensor_kind import has_own_copies, is_plain
 from safeckpt.system.torch_private import has_hooks_on_loading, has_stepped, mark_stepped
 
-__all__ = ["OptimizerComponent"]
+__all__ = ["NOT_OPTIONS", "OptimizerComponent"]
 
 # Keys of a param group that describe the group, not how it is optimised.
-_NOT_OPTIONS = frozenset({"params", "param_names"})
+NOT_OPTIONS = frozenset({"params", "param_names"})
 _DRIVEN = frozenset({"lr"})  # what any scheduler moves
 _CYCLED = frozenset({"momentum", "betas", "base_momentum", "max_momentum"})  # and what a cyclic one moves as well
 
@@ -155,7 +155,7 @@ class OptimizerComponent(Component):
         for source, row, live in zip(matching.sources, matching.rows, self.obj.param_groups, strict=True):
             saved = captured.state["param_groups"][source]
             group = {**copy_tree(_options(live)), **map_tensors(_options(saved), _like(live), copy.deepcopy)}
-            for key in _NOT_OPTIONS & saved.keys():
+            for key in NOT_OPTIONS & saved.keys():
                 group[key] = [saved[key][position] for position in row]
             if "param_names" in live:
                 group["param_names"] = list(live["param_names"])
@@ -236,7 +236,7 @@ class OptimizerComponent(Component):
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
+    return {key: value for key, value in group.items() if key not in NOT_OPTIONS}
 
 
 def _is_usual(captured: Captured) -> bool:
