@@ -3,6 +3,7 @@
 import io
 import random
 from collections import OrderedDict
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,6 +14,18 @@ from safeckpt.file.checksum import CHUNK_BYTES
 from tests.file.states import written
 
 PAGE = 4096
+
+
+class Point(NamedTuple):
+    x: object
+    y: object
+
+
+class Bare:
+    """An object, without a state where it has no attributes."""
+
+    def __init__(self, **attributes):
+        vars(self).update(attributes)
 
 
 def trained_layer(**options):
@@ -228,6 +241,28 @@ def test_damaged_tensor_is_named_by_where_it_is_used():
         assert error.record.startswith("data/")
         assert str(error).startswith("<BytesIO> is damaged: the bytes of a.list.1, view, 3.w are not those")
         assert str(error).splitlines()[0].endswith(f"(in {error.record}).")
+
+
+REGISTERED = {
+    "named tuple": (lambda tensor: Point(tensor, 2), ("object", "w")),
+    "with state": (lambda tensor: Bare(inside=tensor), ("object.inside", "w")),
+    "without state": (lambda _: Bare(), ("w",)),
+}
+
+
+@pytest.mark.parametrize("kind", REGISTERED)
+def test_damaged_tensor_is_named_beside_registered_objects(kind):
+    """Also where the pickle makes the object without a call, and where the tensor is in it."""
+    make, names = REGISTERED[kind]
+    tensor = torch.arange(6.0)
+    state = {"object": make(tensor), "w": tensor[:]}
+    plain = io.BytesIO()
+    with torch.serialization.safe_globals([Point, Bare]):
+        torch.save(state, plain)
+        for data in (written(encode(state)), plain.getvalue()):
+            damaged = bytearray(data)
+            damaged[data.index(tensor.numpy().tobytes())] ^= 1
+            assert assert_damaged(bytes(damaged)).tensors == names
 
 
 def test_records_are_named_where_the_pickle_is_damaged_too():

@@ -11,6 +11,7 @@ from safeckpt.errors import LoadError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
+    from typing import Self
 
     from safeckpt.file.reading.central_directory import Archive
 
@@ -26,9 +27,9 @@ def tensors_in(file: Archive, records: Collection[str]) -> list[str]:
     try:
         data, _ = read_pickle(file, checked=True)
         tree = _Unpickler(io.BytesIO(data), encoding="utf-8").load()
+        return [name for name, key in _keys_in(tree) if f"data/{key}" in records]
     except (LoadError, *_FAILURES):
         return []
-    return [name for name, key in _keys_in(tree) if f"data/{key}" in records]
 
 
 class _Key(str):
@@ -40,8 +41,12 @@ class _Key(str):
 class _Made:
     """Stands for whatever a pickle makes: a tensor, a dtype, an object. It has what that would be made of."""
 
-    def __init__(self, *parts: Any) -> None:
-        self.parts = list(parts)
+    parts: list[Any]
+
+    def __new__(cls, *parts: Any) -> Self:  # a pickle may make an object without `__init__`
+        made = super().__new__(cls)
+        made.parts = list(parts)
+        return made
 
     def __setstate__(self, state: Any) -> None:
         self.parts.append(state)
