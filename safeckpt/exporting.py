@@ -141,7 +141,8 @@ def _component_of(payload: Any, component: str, path: object) -> Any:
 def _checked_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     found: Any = dtype
     if isinstance(dtype, str):
-        found = getattr(torch, _SHORT.get(dtype, dtype.removeprefix("torch.")), None)
+        name = dtype.removeprefix("torch.")
+        found = getattr(torch, _SHORT.get(name, name), None)
     if dtype is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
         raise ValueError(f"dtype {dtype!r} is no floating dtype, such as bfloat16 or bf16")
     return found  # type: ignore[no-any-return]

@@ -106,6 +106,14 @@ def test_dtype_converts_floating_tensors_alone(tmp_path: Path) -> None:
         assert found["z"].dtype is torch.complex64
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "bfloat16", "torch.bf16", "torch.bfloat16"])
+def test_each_spelling_of_a_dtype_means_the_same(dtype: str, tmp_path: Path) -> None:
+    """The short name also after `torch.`, as the long one."""
+    safeckpt.save({"model": {"w": torch.ones(2)}}, tmp_path / "a.pt")
+    (file,) = safeckpt.export(tmp_path / "a.pt", "model", tmp_path / "b.pt", dtype=dtype)
+    assert torch.load(file)["w"].dtype is torch.bfloat16
+
+
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no tensor": ({"w": torch.ones(1), "n": 3}, {}, "no tensors (n)"),
     "no dict": ([torch.ones(1)], {}, "list"),
