@@ -276,8 +276,8 @@ class Restorer:
         if applied.parted:
             text = "\n  ".join(applied.parted)
             warn_caller(
-                f"Not restored, so what follows is another run:\n  {text}\nThe checkpoint has every value: once this "
-                "is mended, a restart is exact.",
+                "Components do not share what they shared in the run that saved, so what follows may be another run:\n"
+                f"  {text}\nThe checkpoint has every value: once this is mended, a restart is exact.",
                 UncapturedStateWarning,
             )
         if applied.environment:

@@ -5,21 +5,21 @@ meter, a list in two dicts, or a parameter that a dict holds beside its model ha
 whatever the script has put there at its start.
 
 A place in a plain dict can be given any object. What is in an object with a `state_dict` of its own, in a loader or in
-the options of an optimizer is for their `load_state_dict` to decide: a dict that shared it is given what they have made
-of it, and where two of them shared something and do not any more, that is told.
+the options of an optimizer is for their `load_state_dict` to decide: a dict whose entry was apart when the script began
+is given what they have made of it. What was one when the script began, and has parted in the load, is told, and so is a
+tensor or an array of two such objects.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from safeckpt.state.component import Captured, Component, is_library_code
+from safeckpt.state.component import Captured, Component
 from safeckpt.state.tree import clusters_of, join, tensors_in
 from safeckpt.system.tensor_kind import is_plain, span_of
 
@@ -32,8 +32,6 @@ Place = tuple[Any, ...]  # the name of a component, and the keys from there on
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _ENTERED = (dict, list, tuple, deque)
 _OWN_CODE = ("stateful", "loader")  # kinds whose state is of any form
-_ATTRIBUTES = ""  # the key behind which the attributes of an object are, beside the keys of its state
-_MOST_ATTRIBUTES = 10_000  # that are looked at, and the longest container among them that is: the others are data
 
 
 class _View(NamedTuple):
@@ -85,7 +83,8 @@ class _Holder(NamedTuple):
 def find_aliases(components: Mapping[str, Component], state_of: Callable[[str], Any]) -> list[Alias]:
     """Return the places whose object, or whose memory, is in another place as well.
 
-    What modules alone share are ties, and what one object holds twice is its own affair: neither is among them.
+    What modules alone share are ties, what one object holds twice is its own affair, and containers that only objects
+    with a state of their own share, such as a configuration, are mostly never changed: none of these is among them.
 
     Args:
         components: All of them.
@@ -115,42 +114,27 @@ def _places_in(component: Component, state_of: Callable[[str], Any]) -> Iterator
         yield from _places((component.name,), component.obj, set())
         return
     known: set[Any] = set()
-    places = _places((component.name,), state_of(component.name), set())
-    for place, obj in chain(places, _attributes(component)):
+    for place, obj in _places((component.name,), state_of(component.name), set()):
         if len(place) > 1 and (one := _identity(obj)) not in known:
             known.add(one)
             yield place, obj
 
 
-def _attributes(component: Component) -> Iterator[tuple[Place, Any]]:
-    """Yield what the attributes of a user's object hold: its state may be made of copies."""
-    if component.kind != "stateful" or is_library_code(type(component.obj), "state_dict"):
-        return
-    attributes = getattr(component.obj, "__dict__", {})
-    places = _places((component.name, _ATTRIBUTES), attributes, set(), _MOST_ATTRIBUTES)
-    for place, obj in islice(places, 1, _MOST_ATTRIBUTES):
-        # What is trained belongs to a module, which fills it in place.
-        if not _is_trained(obj) and all(type(key) in _ATOMS for key in place):
-            yield place, obj
-
-
-def _places(place: Place, value: Any, seen: set[int], longest: int | None = None) -> Iterator[tuple[Place, Any]]:
+def _places(place: Place, value: Any, seen: set[int]) -> Iterator[tuple[Place, Any]]:
     """Yield (place, object) of everything that can be changed; what is met again is not entered again.
 
     Args:
         place: The place of `value`.
         value: The object.
         seen: What was met.
-        longest: The most items of what is entered, where another thread may change it meanwhile; None where none does.
     """
     yield place, value
-    if id(value) in seen or not isinstance(value, _ENTERED) or (longest is not None and len(value) > longest):
+    if id(value) in seen or not isinstance(value, _ENTERED):
         return
     seen.add(id(value))
-    items: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, item in items if longest is None else list(items):
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
         if type(item) not in _ATOMS and _can_change(item):
-            yield from _places((*place, key), item, seen, longest)
+            yield from _places((*place, key), item, seen)
 
 
 def _can_change(value: Any) -> bool:
@@ -172,9 +156,10 @@ def _same_objects(held: Iterable[_Holder]) -> list[Alias]:
 
 
 def _is_alias(holder: _Holder, origin: _Holder) -> bool:
-    """Return whether it is noted: in a dict, or in two components of which not both are modules."""
+    """Return whether it is noted: in a dict, or numbers in two components of which not both are modules."""
     is_apart = holder.place[0] != origin.place[0] and {holder.kind, origin.kind} != {"module"}
-    return holder is not origin and (holder.kind == "counters" or is_apart)
+    is_numbers = isinstance(holder.obj, torch.Tensor | np.ndarray)
+    return holder is not origin and (holder.kind == "counters" or (is_apart and is_numbers))
 
 
 def _identity(obj: Any) -> Any:
@@ -279,7 +264,7 @@ class Aliases:
             and self._is_saved(alias.place)
         ]
         self._displaced: list[tuple[Place, Any]] = []
-        self._idle: dict[Alias, list[Any]] = {}  # with what their attributes held before
+        self._was_one: set[Alias] = set()  # of the checkpoint's, before the objects are filled
 
     def check(self) -> list[str]:
         """Return what keeps the places of the checkpoint from being made one, one sentence each."""
@@ -304,11 +289,7 @@ class Aliases:
 
     def let_go(self) -> None:
         """Empty the places that share an object now, and did not in the run that saved."""
-        self._idle = {
-            alias: self._attributes_of(alias)
-            for alias in self._saved
-            if self._attributes_of(alias) and not self._is_one(alias)
-        }
+        self._was_one = set(filter(self._is_one, self._saved))
         for alias in sorted(self._only_live, key=lambda alias: -len(alias.place)):  # what is inside first
             if self._is_free(alias.place):
                 self._displace(alias.place, None)
@@ -333,12 +314,14 @@ class Aliases:
         self._live_states.clear()
         changed, parted = [], []
         for alias in self._saved:
-            if self._is_one(alias) or self._is_idle(alias):
+            if self._is_one(alias):
                 continue
             value = self._value_of(alias)
             is_filled = self._components[alias.origin[0]].kind in ("module", "counters")
-            if not self._is_free(alias.place) or not (is_filled or _is_equal(value, self._live_at(alias.place))):
-                parted.append(_describe_parted(alias))
+            # The script may hold what is in its dict under another name, and goes on with that.
+            keeps_own = not self._is_free(alias.place) or (not is_filled and alias in self._was_one)
+            if keeps_own or not (is_filled or _is_equal(value, self._live_at(alias.place))):
+                parted.append(self._describe_parted(alias))
             elif value is None:
                 changed.append(
                     f"{_name_of(alias.place)}: it was a part of {_name_of(alias.origin)} in the run that saved, whose "
@@ -356,6 +339,15 @@ class Aliases:
         self._live_states.clear()
         return changed, parted
 
+    def _describe_parted(self, alias: Alias) -> str:
+        own_code = {end[0] for end in alias[:2] if self._components[end[0]].kind in _OWN_CODE}
+        in_place = f"Let load_state_dict of {' and '.join(sorted(own_code))} fill in place what it holds, or let"
+        return (
+            f"{_and(alias)}: one object in the run that saved, and two now, so that a change of one does not reach the "
+            f"other. {in_place if own_code else 'Let'} one component alone hold it, and give it to the other after the "
+            "restore"
+        )
+
     def _is_free(self, place: Place) -> bool:
         """Return whether any object can be put there."""
         return self._components[place[0]].kind == "counters"
@@ -368,16 +360,7 @@ class Aliases:
         trained = _name_of(alias.place) in self._trained
         return _value_of(alias, self._live_at(alias.origin), is_trained=trained)
 
-    def _attributes_of(self, alias: Alias) -> list[Any]:
-        return [self._live_at(end) for end in alias[:2] if _is_attribute(end)]
-
-    def _is_idle(self, alias: Alias) -> bool:
-        """Return whether an attribute had nothing to do with it before, and was not loaded: it is no state."""
-        return alias in self._idle and all(map(_is_same, self._idle[alias], self._attributes_of(alias)))
-
     def _is_saved(self, place: Place) -> bool:
-        if _is_attribute(place):
-            return True
         try:
             _object_at(place, self._states[place[0]])
         except (LookupError, TypeError):
@@ -396,11 +379,7 @@ class Aliases:
 
     def _tree_of(self, place: Place) -> Any:
         component = self._components[place[0]]
-        if component.kind == "counters":
-            return component.obj
-        if _is_attribute(place):
-            return {_ATTRIBUTES: getattr(component.obj, "__dict__", {})}
-        return self._state_of(component.name)
+        return component.obj if component.kind == "counters" else self._state_of(component.name)
 
     def _state_of(self, name: str) -> Any:
         if name not in self._live_states:
@@ -434,19 +413,6 @@ def _is_equal(one: Any, other: Any) -> bool:
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
         return np.array_equal(one, other)
     return type(one) is type(other)
-
-
-def _is_attribute(place: Place) -> bool:
-    return place[1:2] == (_ATTRIBUTES,)
-
-
-def _describe_parted(alias: Alias) -> str:
-    own = " or ".join(sorted({alias.place[0], alias.origin[0]}))
-    return (
-        f"{_and(alias)}: one object in the run that saved, and two now, so that a change of one does not reach the "
-        f"other. Let load_state_dict of {own} fill what it holds in place, as in self.x.copy_(state['x']), or let one "
-        "component alone hold it, and give it to the other after the restore"
-    )
 
 
 def _and(alias: Alias) -> str:
