@@ -193,6 +193,25 @@ def test_names_of_parameters_are_no_option_of_an_optimizer(is_named: bool, tmp_p
     assert bits(live.optimizer.state_dict()["state"]) == bits(source.optimizer.state_dict()["state"])
 
 
+def test_component_that_does_not_fit_can_stay_as_it_is_made(tmp_path: Path) -> None:
+    """The refusal names the way on: `fresh=`, with which the run saves; the warning says that it was not restored."""
+    run = tmp_path / "run"
+    safeckpt.import_checkpoint(old_file(tmp_path), run, mapping=USUAL)
+    parts = Parts(optimizer=torch.optim.SGD)
+    with safeckpt.CheckpointManager(run, parts.components, save_on_exit=False) as manager:
+        with pytest.raises(safeckpt.StateMismatchError, match=r"fresh=\(\.\.\.,\)"):
+            manager.restore()
+        with pytest.raises(safeckpt.StateMismatchError, match="optimizer: group 0"):
+            manager.restore(fresh=("scheduler",))
+    with safeckpt.CheckpointManager(run, parts.components) as manager:
+        with pytest.warns(safeckpt.ImportedStateWarning, match="(?s)stays what was not saved.*\n  optimizer\n"):
+            manager.restore(fresh=("optimizer", "scheduler"))
+        manager.save(4)
+    saved = torch.load(tmp_path / "old.pt")
+    assert bits(parts.model.state_dict()) == bits(saved["net"])
+    assert safeckpt.latest(run).step == 4
+
+
 def test_component_that_is_not_there_is_refused(tmp_path: Path) -> None:
     """A name in the mapping that the manager does not know is an error as in any restore."""
     safeckpt.import_checkpoint(old_file(tmp_path), tmp_path / "run", mapping={**USUAL, "ema": "net"})

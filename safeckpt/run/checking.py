@@ -142,7 +142,7 @@ def _compare(run: Run, opened: _Opened, wanted: Wanted) -> Good:
     fresh, imported = list(wanted.fresh), ""
     faults: list[str] = []
     with torch.inference_mode(mode=False):
-        if (completed := complete(payload, run.components, PurePath(file.path).name)) is not None:
+        if (completed := complete(payload, run.components, PurePath(file.path).name, fresh)) is not None:
             payload, faults, imported = completed.payload, completed.faults, completed.text
             fresh += [one for one in completed.live if one not in fresh]
             allowed = (*guard.allow_nonfinite, *(f"{one}.*" for one in completed.partial))
@@ -199,7 +199,7 @@ def _check_finite(good: Good) -> None:
             mismatches=[f"{one}, in the source" for one in bad],
             path=good.checkpoint.path,
             cure="import an earlier checkpoint of that run, or leave out of the mapping what is not finite, into a "
-            "directory of its own; or restore only the components that are finite: restore(only=(...,)).",
+            "directory of its own; or let those components stay as this script has made them: restore(fresh=(...,)).",
         )
     if bad:
         raise DamagedCheckpointError(path=good.checkpoint.path, reason=f"it is not finite ({bad[0]})")

@@ -87,13 +87,16 @@ def imported_payload(
     return {**states, RESERVED_KEY: {"components": components, IMPORTED: imported}}
 
 
-def complete(payload: Mapping[str, Any], components: Mapping[str, Component], name: str) -> Completed | None:
+def complete(
+    payload: Mapping[str, Any], components: Mapping[str, Component], name: str, fresh: Collection[str] = ()
+) -> Completed | None:
     """Return an imported payload with what it lacks, from the live objects; None where it is a checkpoint of ours.
 
     Args:
         payload: What was read.
         components: The live objects.
         name: Of the file.
+        fresh: Components that keep their live state, whatever it has of them.
     """
     own = payload[RESERVED_KEY]
     if IMPORTED not in own:
@@ -104,7 +107,7 @@ def complete(payload: Mapping[str, Any], components: Mapping[str, Component], na
     result: dict[str, Any] = {}
     faults: list[str] = []
     for one, given in own["components"].items():
-        if given["optional"] and one not in components:
+        if one in fresh or (given["optional"] and one not in components):
             continue
         result[one], records[one] = payload[one], dict(given)
         if one in components:  # else the restore says so

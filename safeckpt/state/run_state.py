@@ -35,7 +35,8 @@ RESERVED_KEY = "safeckpt"
 _RNG = "rng"
 _IMPORT_AGAIN = (
     "build the objects as in the run that saved the source; or import it again, with another mapping and into a "
-    "directory of its own; or restore only the components that fit: restore(only=(...,))."
+    "directory of its own; or let what does not fit stay as this script has made it: restore(fresh=(...,)), once. "
+    "To evaluate, restore what fits: restore(only=(...,)), which does not save."
 )
 
 
