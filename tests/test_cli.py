@@ -576,7 +576,9 @@ def test_fault_of_ours_is_no_answer(
 
     monkeypatch.setattr("safeckpt.cli.listing.latest", fail)
     assert main(["latest", str(directory)]) == 2
-    assert "KeyError: 'forgotten'" in capsys.readouterr().err
+    *trace, last = capsys.readouterr().err.splitlines()
+    assert trace[-1] == "KeyError: 'forgotten'"
+    assert last == "Error: that is a fault of safeckpt; nothing is known about the file."
 
 
 def test_path_that_is_not_there_is_told_from_those_that_are(command: Command, directory: Path) -> None:

@@ -151,14 +151,15 @@ def run(arguments: Sequence[str]) -> int:
     except BaseException as error:  # a fault of ours: by itself Python would end with 1, which is an answer
         if not isinstance(error, Exception):
             raise
-        return _fault(error)
+        _print_traceback(error)
+        error_line("that is a fault of safeckpt; nothing is known about the file.")
+        return 2
     return code if isinstance(code, int) else 0
 
 
-def _fault(error: Exception) -> int:
-    """Print where an error comes from that nobody has foreseen, and return the exit code for it."""
+def _print_traceback(error: Exception) -> None:
+    """Print where an error comes from that nobody has foreseen."""
     sys.stderr.write(printable("".join(traceback.format_exception(error))))
-    return 2
 
 
 def _print_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
@@ -481,7 +482,8 @@ def prove(
         except BaseException as error:  # what the user's code raises must not look like the answer "not exact"
             if not isinstance(error, Exception):
                 raise
-            return _fault(error)
+            _print_traceback(error)
+            return 2
     if plot is not None:
         try:
             report.plot(plot)
