@@ -478,6 +478,22 @@ def test_picture_is_called_what_it_is(command: Command, tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["a.png"]
 
 
+def test_every_entry_of_verify_has_every_key(command: Command, directory: Path, tmp_path: Path) -> None:
+    """A script reads one key of them all; null is what nobody can know."""
+    flip(directory / NAMES[1])
+    plain, empty = tmp_path / "plain.pt", tmp_path / "empty"
+    torch.save({"w": torch.ones(1)}, plain)
+    empty.mkdir()
+    found = command.json("verify", directory, plain, empty, code=1)
+    keys = {"path", "good", "size_bytes", "self_proving", "text", "reason", "record", "tensors"}
+    assert all(one.keys() == keys for one in found)
+    known = {Path(one["path"]).name: (one["self_proving"], one["record"] is None, one["tensors"]) for one in found}
+    assert known["empty"] == (None, True, [])
+    assert known["plain.pt"] == (False, True, [])
+    assert known[NAMES[0]] == (True, True, [])
+    assert known[NAMES[1]][:2] == (None, False)
+
+
 def test_verify_of_nothing_is_no_success(command: Command, directory: Path, tmp_path: Path) -> None:
     """A check that checked nothing must not look good, and does not keep the others from being checked."""
     assert command.json("verify", tmp_path, code=1)[0]["good"] is False

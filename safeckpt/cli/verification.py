@@ -120,25 +120,43 @@ def verified(file: Path, progress: Callable[[int, int], object] | None = None) -
         report = _verify(file, progress)
     except LoadError as error:
         text = str(error).partition("\n")[0].removeprefix(f"{file} ").removeprefix("is ").removesuffix(".")
-        return {
-            "path": file,
-            "good": False,
-            "size_bytes": size_of(file),
-            "text": text,
-            "reason": reason_of(error),
-            "record": getattr(error, "record", None),
-            "tensors": list(getattr(error, "tensors", ())),
-        }
-    return {
-        "path": file,
-        "good": True,
-        "size_bytes": report.size_bytes,
-        "self_proving": report.self_proving,
-        "text": "every byte checked" if report.self_proving else "plain torch: only record CRCs checked",
-        "reason": None,
-    }
+        return _result(
+            file,
+            good=False,
+            size_bytes=size_of(file),
+            text=text,
+            reason=reason_of(error),
+            record=getattr(error, "record", None),
+            tensors=getattr(error, "tensors", ()),
+        )
+    text = "every byte checked" if report.self_proving else "plain torch: only record CRCs checked"
+    return _result(file, good=True, size_bytes=report.size_bytes, self_proving=report.self_proving, text=text)
 
 
 def _none_in(path: str) -> dict[str, Any]:
     """Return the result for a directory without checkpoints: a check that checked nothing must not look good."""
-    return {"path": path, "good": False, "size_bytes": 0, "text": "holds no checkpoint", "reason": "no checkpoint"}
+    return _result(path, good=False, size_bytes=0, text="holds no checkpoint", reason="no checkpoint")
+
+
+def _result(
+    path: Path | str,
+    *,
+    good: bool,
+    size_bytes: int,
+    text: str,
+    self_proving: bool | None = None,
+    reason: str | None = None,
+    record: str | None = None,
+    tensors: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Return what was found, with every key whatever it was; `self_proving` is None where nothing good was found."""
+    return {
+        "path": path,
+        "good": good,
+        "size_bytes": size_bytes,
+        "self_proving": self_proving,
+        "text": text,
+        "reason": reason,
+        "record": record,
+        "tensors": list(tensors),
+    }
