@@ -39,8 +39,8 @@ class Captured:
         state: What the user finds under the component's name in the file, as plain torch would have it.
         record: What safeckpt needs besides to put it back exactly (flags, names, classes); plain values.
         transfer: How the values of the state's tensors are read; a file's need not go through its mapping.
-        fault: Why no restore could give it back; None where one can. A save raises it, and nothing else does: what is
-            live may be let go by a restore or a rollback.
+        fault: Why no restore could give it back; None where one can. A save raises it, and so does the building of a
+            manager; a restore and a rollback do not, since they may let go of what is live.
     """
 
     state: Any
