@@ -427,12 +427,20 @@ def test_what_cannot_be_the_state_of_a_component_is_refused(tmp_path: Path) -> N
         ("anything", "opt.param_groups.0.lr", r"is float 0\.005, .*counters\.lr=opt\.param_groups\.0\.lr"),
         ("model_2", "schedule", "is the state of a scheduler"),
         ("optimizer0", "scaler", "is the state of a scaler"),
-        ("scaler", "net", "is tensors by name"),
+        ("optimizer_1", "net", "is tensors by name"),
         ("scheduler", "opt", "is the state of an optimizer"),
     ):
         refused(path, run, ValueError, text, mapping={name: key})
     report = safeckpt.import_checkpoint(path, run, mapping={"counters.step": "global_step", "teacher": "net"})
     assert report.contents == {"counters.step": "int 3", "teacher": "9 tensors, 332 B"}
+
+
+@pytest.mark.parametrize("name", ["scaler", "scheduler", "scheduler_2"])
+def test_tensors_by_name_may_be_the_state_of_a_part_of_ones_own(name: str, tmp_path: Path) -> None:
+    """A scheduler or scaler may keep its values in tensors; only an optimizer has groups beside them."""
+    torch.save({"part": {"scale": torch.ones(1), "count": torch.tensor(3)}}, tmp_path / "old.pt")
+    report = safeckpt.import_checkpoint(tmp_path / "old.pt", tmp_path / "run", mapping={name: "part"}, step=3)
+    assert report.contents == {name: "2 tensors, 12 B"}
 
 
 def test_report_says_what_was_taken(tmp_path: Path) -> None:

@@ -63,6 +63,8 @@ def why_not(name: str, key: str, state: Any) -> str | None:
     usual, form = _USUAL.fullmatch(name), _form_of(state)
     if usual is None or form is None or form == usual[1]:
         return None
+    if form == "model" and usual[1] != "optimizer":  # a scheduler or a scaler may keep its values in tensors, too
+        return None
     return f"{name}: {key!r} is {_FORMS[form]}; where that is meant, give the component another name"
 
 
