@@ -2,7 +2,8 @@
 
 What was made of them is in no checkpoint. A script that is seeded makes the same at every start; one that is not goes
 on with other data, and no loss shows it where the kill fell on a save. So the first start of a run notes from where
-its streams were drawn, and every later start is compared with it.
+its streams were drawn, and every later start is compared with it. A few numbers of Python or NumPy are not compared:
+they may be a port or a name.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class FirstDraws:
             header: Of that checkpoint; an older one says nothing of the first start.
 
         Warns:
-            UncapturedStateWarning: Streams that were drawn from at both starts were seeded differently.
+            UncapturedStateWarning: Streams that were drawn from at both starts were seeded differently, or drawn from
+                far more or less often.
         """
         first = header.get(_KEY)
         if not isinstance(first, dict):
@@ -50,11 +52,13 @@ class FirstDraws:
             return
         _known.append(first)
         warn_caller(
-            f"Drawn before the manager was built: random numbers of {' and '.join(differing)}, from another seed than "
-            "at the first start of this run. What components were made of them is restored. Anything else (a split, a "
-            "permutation, data) is another one than in the run that saved, and nothing more would tell.\n"
-            "Next: call torch.manual_seed(...), and that of each stream that is named, at the head of the script; or "
-            "give what was drawn as a component, {'data': {'indices': indices}}, and begin the run anew. Where only "
-            "components are made of them, warnings.filterwarnings('ignore', 'Drawn before the manager') says so.",
+            f"Drawn before the manager was built: random numbers of {' and '.join(differing)}, from another seed, or "
+            "far more or fewer, than at the first start of this run. What components were made of them is restored. "
+            "Anything else (a split, a permutation, data) may be another one than in the run that saved, and nothing "
+            "more would tell.\n"
+            "Next: in a script without a seed call torch.manual_seed(...), and that of each stream that is named, at "
+            "its head; or give what was drawn as a component, {'data': {'indices': indices}}, and begin the run anew. "
+            "Where only components are made of them, or later starts read from a file what the first has drawn, "
+            "warnings.filterwarnings('ignore', 'Drawn before the manager') says so.",
             UncapturedStateWarning,
         )

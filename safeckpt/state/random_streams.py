@@ -20,7 +20,8 @@ import torch
 from safeckpt.state.component import Captured, Component, class_name
 from safeckpt.state.guard import Guard
 
-_UNDRAWN = (623, 624)  # where a Mersenne Twister stands before its first draw
+# Where a Mersenne Twister stands that was drawn from for more than a port or a name; it begins at 623 or 624, its end.
+_DRAWN = range(17, 623)
 
 __all__ = [
     "GeneratorComponent",
@@ -180,19 +181,19 @@ class RngStreams:
 def drawn_streams() -> dict[str, str]:
     """Return from where each stream was drawn, by its name; without those that nobody has drawn from.
 
-    What it says is the same for the same seed, whatever was drawn: torch remembers its seed, and the words of the two
-    others change every 624 draws.
+    It is the same for the same seed: of torch, which remembers its seed, whatever was drawn; of the two others where
+    about as much was drawn, since their words change every 624 draws. A few draws of these, up to 16 words, do not
+    count: they cannot be told from a port or a name, which may be another at every start.
     """
     found = {}
     seed = torch.initial_seed()
     if not torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(seed).get_state()):
         found["torch"] = str(seed)
-    numpy = np.random.get_state(legacy=False)  # noqa: NPY002
-    words, position = numpy["state"].get("key"), numpy["state"].get("pos")
-    if words is not None and (position not in _UNDRAWN or numpy["has_gauss"]):
-        found["numpy"] = sha256(words.tobytes()).hexdigest()[:16]
-    _, (*python, at), gauss = random.getstate()
-    if at not in _UNDRAWN or gauss is not None:
+    numpy = np.random.get_state(legacy=False)["state"]  # noqa: NPY002
+    if numpy.get("pos") in _DRAWN and "key" in numpy:
+        found["numpy"] = sha256(numpy["key"].tobytes()).hexdigest()[:16]
+    _, (*python, at), _ = random.getstate()
+    if at in _DRAWN:
         found["python"] = sha256(repr(python).encode()).hexdigest()[:16]
     return found
 

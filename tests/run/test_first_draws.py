@@ -13,7 +13,14 @@ import safeckpt
 from tests import children
 
 SEEDS = {"torch": torch.manual_seed, "numpy": np.random.seed, "python": random.seed}
-DRAWS = {"torch": lambda: torch.rand(3), "numpy": lambda: np.random.rand(3), "python": lambda: random.sample("abc", 3)}
+DRAWS = {
+    "torch": lambda: torch.rand(3),
+    "numpy": lambda: np.random.permutation(50),
+    "python": lambda: random.sample(range(50), 50),
+    "many of numpy": lambda: np.random.permutation(1000),
+    "many of python": lambda: [random.random() for _ in range(1000)],
+    "port": lambda: (random.randint(20000, 40000), np.random.randint(20000, 40000)),
+}
 TEXT = "Drawn before the manager was built"
 
 
@@ -46,24 +53,40 @@ def run_child(*arguments, **options):
     return ended.value
 
 
-@pytest.mark.parametrize("stream", DRAWS)
+@pytest.mark.parametrize("stream", SEEDS)
 def test_stream_without_a_seed_is_named_at_every_later_start(stream, memory_path):
     """Another process draws other numbers; the one stream alone is named, with the way to silence it."""
     seeded = {name: 0 for name in SEEDS if name != stream}
-    assert run_child(start, memory_path, seeded, list(DRAWS)) == []
+    assert run_child(start, memory_path, seeded, list(SEEDS)) == []
     for _ in range(2):
-        (text,) = run_child(start, memory_path, seeded, list(DRAWS))
-        assert text.startswith(f"{TEXT}: random numbers of {stream}, from another seed")
+        (text,) = run_child(start, memory_path, seeded, list(SEEDS))
+        assert text.startswith(f"{TEXT}: random numbers of {stream}, from another seed, or far more or fewer,")
         assert f"warnings.filterwarnings('ignore', '{TEXT[:24]}" in text
 
 
 def test_seeded_script_is_told_nothing(memory_path):
-    """Not where it draws more at one of its starts, and not where a stream without a seed is not drawn from."""
+    """Not where it draws some more at one of its starts, and not where a stream without a seed is not drawn from."""
     assert run_child(start, memory_path, {"torch": 0, "numpy": 0}, ["torch", "numpy"]) == []
     assert run_child(start, memory_path, {"torch": 0, "numpy": 0}, ["torch", "numpy", "torch", "numpy"]) == []
     assert run_child(start, memory_path, {"torch": 0}, []) == []
     assert run_child(start, memory_path, {"torch": 0, "numpy": 1}, ["torch"]) == []
     assert len(run_child(start, memory_path, {"torch": 0, "numpy": 1}, ["numpy"])) == 1
+
+
+@pytest.mark.parametrize("stream", ["numpy", "python"])
+def test_other_number_of_draws_is_called_so(stream, memory_path):
+    """A seeded script that draws far more at one start is told, since the state of a stream shows no seed by then."""
+    assert run_child(start, memory_path, {stream: 0}, [stream]) == []
+    (text,) = run_child(start, memory_path, {stream: 0}, [f"many of {stream}"])
+    assert text.startswith(f"{TEXT}: random numbers of {stream}, from another seed, or far more or fewer,")
+    assert "may be another one" in text
+
+
+def test_port_is_no_split(memory_path):
+    """A few numbers of a stream without a seed are told at no start."""
+    seeded = {"torch": 0}
+    for _ in range(2):
+        assert run_child(start, memory_path, seeded, ["torch", "port"]) == []
 
 
 def test_second_manager_of_a_process_is_told_nothing(memory_path):
