@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import safeckpt
+from safeckpt.state.random_streams import RngStreams
 from tests.children import run
 from tests.training import Run
 
@@ -44,7 +45,7 @@ def by_hand(state, steps, *, eval_mode=False, with_optimizer=True):
     training.scheduler.load_state_dict(state["scheduler"])
     if with_optimizer:
         training.optimizer.load_state_dict(state["optimizer"])
-    safeckpt.state.run_state.RngStreams.apply(state["rng"])
+    RngStreams.apply(state["rng"])
     if eval_mode:
         training.model.eval()
     return training.steps(steps)
@@ -81,7 +82,7 @@ def test_partial_resume_disagrees_first_where_it_must(steps, fault, index):
     training = Run()
     training.steps(half)
     state = copy.deepcopy({name: obj.state_dict() for name, obj in training.components.items() if name != "counters"})
-    state["rng"] = safeckpt.state.run_state.RngStreams.capture()
+    state["rng"] = RngStreams.capture()
     got = by_hand(state, steps - half, **fault)
     assert first_disagreement(got, expected[half:]) == index
     assert all(torch.isfinite(torch.tensor(got))), "a broken resume converges like a right one"
