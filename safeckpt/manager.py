@@ -466,8 +466,9 @@ class CheckpointManager:
             SafeckptWarning: There is no checkpoint, and the history of the directory says that there were.
             HyperparameterReplacedWarning: The file's hyper-parameters replaced others in the script.
             EnvironmentChangedWarning: The run computes in another environment than before, so bits may differ.
-            UncapturedStateWarning: Random numbers were drawn before this manager was built, from another seed, or far
-                more or fewer, than at the first start of the run; or objects that shared a tensor do not any more.
+            UncapturedStateWarning: Random numbers were drawn before this manager was built, from another seed, or
+                another number of them, than at the first start of the run; or objects that shared a tensor do not any
+                more.
 
         Cost:
             The file is read once to verify it and mapped to copy from it; no second copy of the state is kept. Of a

@@ -40,8 +40,8 @@ class FirstDraws:
             header: Of that checkpoint; an older one says nothing of the first start.
 
         Warns:
-            UncapturedStateWarning: Streams that were drawn from at both starts were seeded differently, or drawn from
-                far more or less often.
+            UncapturedStateWarning: Streams that were drawn from at both starts were seeded differently, or another
+                number of times.
         """
         first = header.get(_KEY)
         if not isinstance(first, dict):
@@ -53,9 +53,9 @@ class FirstDraws:
         _known.append(first)
         warn_caller(
             f"Drawn before the manager was built: random numbers of {' and '.join(differing)}, from another seed, or "
-            "far more or fewer, than at the first start of this run. What components were made of them is restored. "
-            "Anything else (a split, a permutation, data) may be another one than in the run that saved, and nothing "
-            "more would tell.\n"
+            "another number of them, than at the first start of this run. What components were made of them is "
+            "restored. Anything else (a split, a permutation, data) may be another one than in the run that saved, and "
+            "nothing more would tell.\n"
             "Next: in a script without a seed call torch.manual_seed(...), and that of each stream that is named, at "
             "its head; or give what was drawn as a component, {'data': {'indices': indices}}, and begin the run anew. "
             "Where only components are made of them, or later starts read from a file what the first has drawn, "

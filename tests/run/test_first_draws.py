@@ -60,7 +60,7 @@ def test_stream_without_a_seed_is_named_at_every_later_start(stream, memory_path
     assert run_child(start, memory_path, seeded, list(SEEDS)) == []
     for _ in range(2):
         (text,) = run_child(start, memory_path, seeded, list(SEEDS))
-        assert text.startswith(f"{TEXT}: random numbers of {stream}, from another seed, or far more or fewer,")
+        assert text.startswith(f"{TEXT}: random numbers of {stream}, from another seed, or another number of them,")
         assert f"warnings.filterwarnings('ignore', '{TEXT[:24]}" in text
 
 
@@ -78,7 +78,7 @@ def test_other_number_of_draws_is_called_so(stream, memory_path):
     """A seeded script that draws far more at one start is told, since the state of a stream shows no seed by then."""
     assert run_child(start, memory_path, {stream: 0}, [stream]) == []
     (text,) = run_child(start, memory_path, {stream: 0}, [f"many of {stream}"])
-    assert text.startswith(f"{TEXT}: random numbers of {stream}, from another seed, or far more or fewer,")
+    assert text.startswith(f"{TEXT}: random numbers of {stream}, from another seed, or another number of them,")
     assert "may be another one" in text
 
 
