@@ -100,24 +100,34 @@ class Side:
         self.replies: queue.SimpleQueue[Combined | Reply | Lost] = queue.SimpleQueue()
         self.ended = threading.Event()
 
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether nobody waits for its end any more, asked by the thread that would be the one."""
+        return self.combined is None or (self.is_waited_for and not self.ended.is_set())
+
     def end(self, news: Reply | Lost) -> None:
         """Take the reply."""
+        self.ended.set()  # first: who has the reply goes on
         self.replies.put(news)
-        self.ended.set()
 
 
 def said(rank: int, what: str, same: Mapping[str, Any], answer: Any, failure: Failure | None) -> Combined:
-    """Return what one rank says; one that failed may not have come to what has to be the same."""
+    """Return what one rank says; of one that failed only the section, since it may not have come to the rest."""
     return Combined(rank, {_SECTION: what, **({} if failure else same)}, None, failure, None if failure else answer)
 
 
 def _together(rank: int, one: Combined, other: Combined, combine: Combine) -> Combined:
     """Return what two neighbouring parts of the tree say, the one with the lower ranks first."""
-    unlike = (name for name, value in one.same.items() if other.same.get(name, value) != value)
-    name = next(unlike, None)
-    difference = one.other or (other.other if name is None else (other.rank, name, other.same[name]))
-    both = Combined(one.rank, {**other.same, **one.same}, difference, None, None)
     failures = [failure for failure in (one.failure, other.failure) if failure is not None]
+    # Otherwise what only one of them names is None for the other one.
+    names = [name for name in one.same if name in other.same] if failures else {**one.same, **other.same}
+    name = next((name for name in names if one.same.get(name) != other.same.get(name)), None)
+    same = {**other.same, **one.same}
+    difference = one.other or other.other
+    if name is not None:
+        same[name] = one.same.get(name)
+        difference = one.other or (other.rank, name, other.same.get(name))
+    both = Combined(one.rank, same, difference, None, None)
     if failures:
         return both._replace(failure=min(failures, key=lambda failure: failure.order))
     if difference is not None:
@@ -216,7 +226,7 @@ class Agreements:
     def begin(self, channel: int, what: str, combine: Combine, decide: Decide, *, is_waited_for: bool) -> Side:
         """Return this rank's side of the next agreement of a channel; the others will know that it is at it."""
         before = self._begun.get(channel)
-        if before is not None and before.combined is None:  # the others would wait for the rest of it for ever
+        if before is not None and before.is_interrupted:  # the others would wait for the rest of it for ever
             self.give_up(f"it was interrupted while {before.what}")
         number = 1 if before is None else before.key[1] + 1
         side = self._begun[channel] = Side((channel, number), what, combine, decide, is_waited_for=is_waited_for)
@@ -254,8 +264,10 @@ class Agreements:
         if self.lost is not None:
             return
         for side in [] if is_failing else list(self._begun.values()):
-            if side.combined is not None:
-                side.ended.wait()
+            if side.is_interrupted:
+                self.give_up(f"it was interrupted while {side.what}")
+                return
+            side.ended.wait()
         said_so = threading.Event()
 
         def say() -> None:

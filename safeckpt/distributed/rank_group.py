@@ -104,11 +104,15 @@ class RankGroup(Group):
 
         section: Section = Section(finish)
         try:
-            yield section
-        except BaseException as error:  # noqa: BLE001 - raised again when every rank knows
-            raised, failure = error, failure_of(error, self.rank)
-        side.combined = said(self.rank, what, section.same, section.answer, failure)
-        self._agreements.end(side)
+            try:
+                yield section
+            except BaseException as error:  # noqa: BLE001 - raised again when every rank knows
+                raised, failure = error, failure_of(error, self.rank)
+            side.combined = said(self.rank, what, section.same, section.answer, failure)
+            self._agreements.end(side)
+        except BaseException:  # of a signal, in between
+            self._agreements.give_up(f"it was interrupted while {what}")
+            raise
         if waits:
             finish(section)
 

@@ -10,11 +10,13 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import safeckpt
+from safeckpt.distributed.agreement import Agreements
 from safeckpt.distributed.links import children_of, parent_of, ranks_below
 from safeckpt.distributed.rank_group import RankGroup
 from safeckpt.run import writers
@@ -294,6 +296,58 @@ def test_rank_that_cannot_begin_to_write_is_named_on_all(tmp_path: Path, options
     for failed, *rest in seen:
         assert "no room for it" in failed["text"]
         assert rest == [[], None, 3]
+
+
+def _interrupted(path: Path, victim: int, at: str) -> Any:
+    """Ctrl-C comes to one rank between the parts of a section; it handles that and closes."""
+    group = RankGroup(SECONDS)
+    interrupted = threading.Event()
+
+    def section() -> None:
+        with group.section("counting"):
+            pass
+
+    def interrupt(*_: Any) -> None:
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    section()
+    if group.rank == victim:
+        owner = Agreements if at == "end" else RankGroup
+        with mock.patch.object(owner, at, interrupt):
+            found = outcome(section)
+        closing = threading.Thread(target=group.close, daemon=True)
+        closing.start()
+        closing.join(30)
+        return found["error"], interrupted.is_set(), closing.is_alive()
+    return outcome(section)["error"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "at"), [(0, "end"), (1, "end"), (0, "_outcome")])
+def test_interrupt_between_the_parts_of_a_section_leaves_nobody_waiting(tmp_path: Path, victim: int, at: str) -> None:
+    """The rank itself closes, and the other is told that it is lost."""
+    seen = groups.results(2, _interrupted, tmp_path, victim, at)
+    assert seen[victim] == ("KeyboardInterrupt", True, False)
+    assert seen[1 - victim] == "RankLostError"
+
+
+def _mirror_on_one_rank(path: Path, rank: int) -> Any:
+    run = Run("fsdp")
+    options = {"mirror": f"file://{path / 'store'}"} if torch.distributed.get_rank() == rank else {}
+
+    def begin() -> None:
+        with manager_of(run, path / "run", **options) as manager:
+            manager.save(1)
+
+    return outcome(begin)["error"], (path / "run").exists()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_mirror_on_one_rank_alone_is_refused(tmp_path: Path, rank: int) -> None:
+    """The parts of the others would never come to the store; nothing is written."""
+    pytest.importorskip("obstore")
+    assert groups.results(2, _mirror_on_one_rank, tmp_path, rank) == [("RanksDisagreeError", False)] * 2
 
 
 def _wrong_loss(path: Path) -> Any:
