@@ -247,13 +247,15 @@ class _ObstoreClient:
 
 
 def _store_options(mirror: Mirror, *, uses_tls: bool) -> dict[str, Any]:
-    """Return the options of a store, with payloads that S3's signature leaves out where they go through TLS.
+    """Return the options of a store, with payloads that S3's signature leaves out where TLS goes to Amazon's own S3.
 
-    Their SHA-256 is as much work as all the rest of an upload, and says what TLS says: AWS's own tools leave it out.
+    Their SHA-256 is as much work as all the rest of an upload, and says what TLS says there. Before another store, TLS
+    may end at a proxy, and what comes after that would be checked by nobody before it counts as durable.
     """
     options = dict(mirror.options)
     given = {name.lower().removeprefix("aws_") for name in (*options, *os.environ)}
-    if uses_tls and mirror.url.startswith(_S3) and "unsigned_payload" not in given:
+    is_of_amazon = mirror.url.startswith(_S3) and not given & {"endpoint", "endpoint_url", "endpoint_url_s3"}
+    if uses_tls and is_of_amazon and "unsigned_payload" not in given:
         options["unsigned_payload"] = "true"
     return options
 

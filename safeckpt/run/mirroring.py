@@ -94,7 +94,7 @@ class RunMirror:
 
     @property
     def durable_step(self) -> int | None:
-        """The newest step of this run that is in the store, whole and checked; None where there is none.
+        """The newest step of this run that is whole in the store, as it was checked here; None where there is none.
 
         Known after the first save. In a process group rank 0 knows it.
         """

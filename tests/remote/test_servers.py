@@ -302,6 +302,8 @@ def test_same_failure_has_the_same_text() -> None:
         ("s3://bucket/run", {}, {}, {}, "true"),
         ("s3://bucket/run", {}, {"allow_http": True}, {}, None),
         ("s3://bucket/run", {}, {}, {"AWS_ALLOW_HTTP": "true"}, None),
+        ("s3://bucket/run", {"endpoint": "https://store.example"}, {}, {}, None),
+        ("s3://bucket/run", {}, {}, {"AWS_ENDPOINT_URL": "https://store.example"}, None),
         ("s3://bucket/run", {"AWS_UNSIGNED_PAYLOAD": "false"}, {}, {}, "false"),
         ("gs://bucket/run", {}, {}, {}, None),
     ],
@@ -314,7 +316,7 @@ def test_payload_is_left_out_of_the_signature_where_tls_covers_it(  # noqa: PLR0
     expected: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of S3 alone, and not where plain HTTP is possible, or where the user has said what he wants."""
+    """Of Amazon's S3 alone, and not where plain HTTP is possible, or where the user has said what he wants."""
     servers.need("obstore")
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
