@@ -29,7 +29,8 @@ SHARDED = "sharded "  # with what the layout of such a tensor begins
 
 _EXACT = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
 _WORD = 8  # bytes
-_ROWS, _COLUMNS = 63, 509  # an odd number, so that all signs turned are no multiple of 2**64; a prime
+_ROWS = 63  # are summed up: an odd number, so that all signs turned are no multiple of 2**64
+_STRIDES = (8191, 4093, 2039, 1021, 509, 503, 499)  # words from one row to the next: primes
 
 
 def exact_digest_of(tree: Any) -> str:
@@ -88,7 +89,7 @@ def fingerprints(tree: Any) -> dict[str, str]:
         if not is_plain(leaf):
             found[name] += " " + exact_digest_of(leaf)
             continue
-        sums.setdefault(leaf.device, {})[name] = _sums(_bytes_of(leaf))
+        sums.setdefault(leaf.device, {})[name] = _sums(_bytes_of(leaf), _stride_of(leaf))
     for entries in sums.values():
         data = torch.cat(list(entries.values())).cpu().numpy().data  # a device is waited for once
         for name, one in entries.items():
@@ -111,25 +112,35 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8)
 
 
-def _sums(data: torch.Tensor) -> torch.Tensor:
+def _stride_of(tensor: torch.Tensor) -> int:
+    """Return how many words of 8 bytes apart those stand that are summed up: a prime that divides no size of a tensor.
+
+    A step along any of its dimensions is then no multiple of it. The longer it is, the less it has to do with how a
+    flat tensor is laid out; but what it leaves over is not summed up, and must be little.
+    """
+    most = max(509, tensor.numel() * tensor.element_size() // (4 * _ROWS * _WORD))
+    return next(stride for stride in _STRIDES if stride <= most and all(size % stride for size in tensor.shape))
+
+
+def _sums(data: torch.Tensor, stride: int) -> torch.Tensor:
     """Return sums of bytes, many fewer, that differ when any word of 8 bytes differs; int64, where the bytes are.
 
-    Words are summed up that stand 509 words apart, 63 at a time. One that differs is always seen. Two escape only when
-    they are a multiple of 509 words apart, within 63 times that, and their sum is the same modulo 2**64: rows of a
-    matrix do not stand so, and numbers that have drifted apart differ in thousands of places. Nothing here defends
-    against who wants to deceive.
+    Words are summed up that stand `stride` words apart, 63 at a time. One that differs is always seen. Several escape
+    only when they are multiples of that apart, within 63 times it, and their sum is the same modulo 2**64. Rows of a
+    matrix that have changed places do so only where each has moved by a multiple of `stride` rows; stretches of a flat
+    tensor do where they are that many words long. Nothing here defends against who wants to deceive.
     """
     words = data[: len(data) // _WORD * _WORD].view(torch.int64)
-    stretches = len(words) // (_ROWS * _COLUMNS)
-    full = stretches * _ROWS * _COLUMNS
-    rows = (len(words) - full) // _COLUMNS
+    stretches = len(words) // (_ROWS * stride)
+    full = stretches * _ROWS * stride
+    rows = (len(words) - full) // stride
     rows -= rows > 0 and rows % 2 == 0
-    rest = full + rows * _COLUMNS
+    rest = full + rows * stride
     sums = [words[rest:], data[len(words) * _WORD :].to(torch.int64)]
     if rows:
-        sums.append(words[full:rest].view(rows, _COLUMNS).sum(0))
+        sums.append(words[full:rest].view(rows, stride).sum(0))
     if stretches:
-        sums.append(words[:full].view(stretches, _ROWS, _COLUMNS).sum(1).reshape(-1))
+        sums.append(words[:full].view(stretches, _ROWS, stride).sum(1).reshape(-1))
     return torch.cat(sums)
 
 

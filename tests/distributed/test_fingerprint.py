@@ -1,7 +1,11 @@
-"""What two copies are compared by: every difference is seen, wherever it is and whatever it leaves the same."""
+"""What two copies are compared by: any number that differs is seen, and rows in another order.
+
+What is not seen stands in the last test.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +14,7 @@ import torch
 from safeckpt.distributed import fingerprint
 from safeckpt.distributed.fingerprint import fingerprints
 
-STRETCH = fingerprint._ROWS * fingerprint._COLUMNS
+STRETCH = fingerprint._ROWS * 509
 
 
 def _tensor(dtype: torch.dtype, numel: int) -> torch.Tensor:
@@ -71,6 +75,30 @@ def test_difference_that_leaves_a_sum_the_same_is_seen(dtype: torch.dtype, numel
         assert fingerprints({"x": tensor}) != before, name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.int8])
+@pytest.mark.parametrize("stride", fingerprint._STRIDES)
+def test_rows_that_changed_places_are_seen(dtype: torch.dtype, stride: int) -> None:
+    """Also where a row is as many words long as stand between those that are summed up, or a multiple of that."""
+    for multiple, rows in ((1, 3), (2, 31), (4, 7), (63, 2)):
+        before = torch.zeros(rows, multiple * stride * 8 // dtype.itemsize, dtype=dtype)
+        before[0], before[1] = 1, 2
+        seen = fingerprints({"x": before})
+        for after in (before.flip(0), before.roll(1, 0)):
+            assert fingerprints({"x": after}) != seen, (multiple, rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(64, 3, 3054), (40, 2036), (3, 1018, 50), (509, 521), (4, 499 * 503), (2, 8191 * 8)])
+def test_roll_along_any_dimension_is_seen(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """By one, and by as many as stand between those that are summed up."""
+    before = _tensor(dtype, math.prod(shape)).view(shape)
+    seen = fingerprints({"x": before})
+    for dim, size in enumerate(shape):
+        for shift in {1, 2, 509, 1018, 2036, 4072, 8191 * 2}:
+            if shift % size:
+                assert fingerprints({"x": before.roll(shift, dim)}) != seen, (dim, shift)
+
+
 @pytest.mark.parametrize("numel", [1, 7, 510, 1018, 1530, 2545, 20_000, 2 * STRETCH, 2 * STRETCH + 1020])
 def test_any_word_that_differs_is_seen(numel: int) -> None:
     """Also the last one, and where not all rows or columns are full; all signs turned, too."""
@@ -86,3 +114,12 @@ def test_memory_that_starts_anywhere_is_compared() -> None:
     """A view whose first byte stands at no multiple of eight has the fingerprint of its values."""
     tensor = _tensor(torch.float32, 2 * STRETCH + 1)
     assert fingerprints({"x": tensor[1:]}) == fingerprints({"x": tensor[1:].clone()})
+
+
+def test_stretches_of_a_flat_tensor_that_changed_places_are_not_seen() -> None:
+    """What the comparison does not see: only a move by the very prime that the size has led to."""
+    before = _tensor(torch.float64, 4 * fingerprint._ROWS * 1021 + 1)
+    seen = fingerprints({"x": before})
+    for length, is_seen in ((1021, False), (1018, True), (509, True)):
+        moved = torch.cat([before[length : 2 * length], before[:length], before[2 * length :]])
+        assert (fingerprints({"x": moved}) != seen) == is_seen, length
