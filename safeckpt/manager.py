@@ -12,6 +12,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+# Three that are needed first by a save or a rollback are imported here: Python loses an interrupt that hits an import.
+import filelock  # noqa: F401
+
+import safeckpt.file.reading.loading
+import safeckpt.file.writing.readback  # noqa: F401
 from safeckpt.distributed.ranks import Ranks
 from safeckpt.errors import UncapturedStateWarning
 from safeckpt.run.arguments import checked_names, checked_notes, checked_step
