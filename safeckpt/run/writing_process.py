@@ -11,7 +11,6 @@ process does, however that ends: the connection between them is closed then.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import gc
 import io
@@ -38,6 +37,7 @@ from safeckpt.file.writing.second_look import Bits, Guarded
 from safeckpt.file.writing.stable_copies import Content, Memory
 from safeckpt.file.writing.write import JoinedFile, PreparedFile, WrittenFile
 from safeckpt.store.commit import NewFile
+from safeckpt.system.host_memory import copy_small
 from safeckpt.system.shared_memory import IS_SHARING_POSSIBLE, SharedMemory, shared_memory_at
 from safeckpt.system.threads import Progress
 
@@ -81,7 +81,7 @@ class _SharedBytes:
     is_on_host: bool = True
 
     def copy_to(self, address: int) -> None:
-        ctypes.memmove(address, np.frombuffer(self.view(), np.uint8).ctypes.data, self.nbytes)
+        copy_small(address, np.frombuffer(self.view(), np.uint8).ctypes.data, self.nbytes)
 
     def view(self) -> memoryview:
         return memoryview(self.memory)[self.low : self.low + self.nbytes]

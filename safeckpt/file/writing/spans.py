@@ -10,7 +10,6 @@ all of a model's state, each type has a record; tensors of two types that share 
 
 from __future__ import annotations
 
-import ctypes
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ import torch
 from safeckpt.errors import UnsavableStateError
 from safeckpt.file.writing.second_look import Bits, Guarded
 from safeckpt.file.writing.stable_copies import as_view
+from safeckpt.system.host_memory import copy_small
 from safeckpt.system.tensor_kind import span_of
 from safeckpt.system.torch_private import BYTES_DTYPES
 
@@ -189,10 +189,10 @@ class Span:
     def copy_to(self, address: int) -> None:
         """Copy all of it to an address in host memory; it is small."""
         if self.is_on_host:
-            ctypes.memmove(address, self.address, self.nbytes)
+            copy_small(address, self.address, self.nbytes)
             return
         moved = self._bytes(0, self.nbytes).cpu()  # held until it is copied
-        ctypes.memmove(address, moved.data_ptr(), self.nbytes)
+        copy_small(address, moved.data_ptr(), self.nbytes)
 
     def view(self) -> memoryview:
         """Return its memory, which is on the host.
