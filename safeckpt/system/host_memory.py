@@ -18,7 +18,7 @@ def copy_small(to: int, origin: int, nbytes: int) -> None:
     """Copy a few bytes, at most some hundred KB, without letting other threads run meanwhile.
 
     `ctypes.memmove` lets go of the interpreter lock, and a thread that does so may wait for its turn beside one that is
-    busy in Python: 5 ms for each of thousands of small tensors, that take microseconds to copy.
+    busy in Python: up to a switch interval, 5 ms, for a small tensor that takes microseconds to copy.
 
     Args:
         to: Address of host memory.

@@ -1,4 +1,4 @@
-"""Small records are copied without a turn for other threads: each would be a wait for a trainer busy in Python."""
+"""Small records are copied without a turn for other threads: each could be a wait for a trainer busy in Python."""
 
 import sys
 import threading
