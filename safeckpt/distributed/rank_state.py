@@ -361,7 +361,7 @@ def _refuse_sharded(states: Mapping[str, Any], records: Mapping[str, Any], path:
 def _overlay(result: dict[str, Any], reserved: dict[str, Any], mine: Mapping[str, Any]) -> None:
     reserved.update({name: mine[name] for name in _OF_EACH_RANK if name in mine})
     reserved["environment"] = mine.get("environment", reserved["environment"])
-    if "gradients" in mine:  # also where it has none and rank 0 has one; the parts of sharded ones are place holders
+    if "gradients" in mine:  # also where it has none and rank 0 has one; the parts of sharded ones are placeholders
         sharded = {name: grad for name, grad in reserved["gradients"].items() if not isinstance(grad, torch.Tensor)}
         reserved["gradients"] = {**sharded, **mine["gradients"]}
     reserved["components"] = {**reserved["components"], **mine.get("records", {})}

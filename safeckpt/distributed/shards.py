@@ -1,6 +1,6 @@
 """Sharded state on the engine of torch.distributed.checkpoint: the tensors go through it, the rest into the index.
 
-In the index each of these tensors is a place holder, a dict with the key under which the engine has it. A module's
+In the index each of these tensors is a placeholder, a dict with the key under which the engine has it. A module's
 tensor has the key `component.qualified.name`, so that plain `torch.distributed.checkpoint.load` finds it as well; an
 optimizer's is `optimizer.component.qualified.name.exp_avg`: by name, never by position. In any other state it is the
 component and the path in its state.
@@ -47,7 +47,7 @@ def is_sharded(payload: Mapping[str, Any]) -> bool:
 
 
 def extract_shards(payload: Mapping[str, Any], *, is_rank_zero: bool) -> tuple[dict[str, Any], ShardTensors]:
-    """Return the payload with place holders, and the tensors they stand for that this rank has to write.
+    """Return the payload with placeholders, and the tensors they stand for that this rank has to write.
 
     Every sharded tensor goes to the engine, and of rank 0 every other tensor of a module: of what is not sharded the
     engine would take any rank's copy, and it is rank 0's that counts. Other small things, such as an optimizer's step
@@ -147,7 +147,7 @@ def with_placeholders(tree: Any, shards: ShardTensors) -> Any:
 def place_shards(
     payload: Mapping[str, Any], components: Mapping[str, Component], reader: ShardReader, only: Collection[str] | None
 ) -> dict[str, Any]:
-    """Return a payload whose place holders have become tensors of the live layout.
+    """Return a payload whose placeholders have become tensors of the live layout.
 
     A tensor takes the layout of the live one: its mesh and placements, whatever those of the run that saved were. Where
     this rank then holds what is one part in the directory, its memory is the file; otherwise it is put together.
@@ -159,7 +159,7 @@ def place_shards(
         only: The components that are wanted; of others the tensors are left unfilled. None for all.
 
     Raises:
-        DamagedCheckpointError: A place holder is none, or its tensor is not in the directory.
+        DamagedCheckpointError: A placeholder is none, or its tensor is not in the directory.
         StateMismatchError: Nothing says how a tensor has to lie.
         OSError: From the system, as it is.
     """

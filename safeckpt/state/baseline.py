@@ -78,7 +78,7 @@ def guarded_in(
     if not any(component.kind == "scaler" and component.obj.is_enabled() for component in components.values()):
         allowed = matcher(tuple(guard.allow_nonfinite))
         held = own["gradients"].items()
-        gradients = ((f"{name}.grad", one) for name, one in held if isinstance(one, torch.Tensor))  # no place holder
+        gradients = ((f"{name}.grad", one) for name, one in held if isinstance(one, torch.Tensor))  # no placeholder
         found += [entry for entry in gradients if allowed is None or not allowed(entry[0])]
     return found
 
