@@ -107,10 +107,7 @@ def complete(
     result: dict[str, Any] = {}
     faults: list[str] = []
     for one, given in own["components"].items():
-        if given["optional"] and one not in components:
-            continue
-        if one in fresh and one in components:
-            result[one], records[one] = live.payload[one], reserved["components"][one]
+        if one in fresh or (given["optional"] and one not in components):
             continue
         result[one], records[one] = payload[one], dict(given)
         if one in components:  # else the restore says so
@@ -125,7 +122,7 @@ def complete(
             if components[one].kind == "optimizer" and not found:
                 records[one]["stepped"] = bool(result[one]["state"])
             faults += [f"{one}: {text}" for text in found]
-    kept = [one for one in components if one not in records or one in fresh]
+    kept = [one for one in components if one not in records]
     faults += [
         f"{one}: it counts the steps, and the import has none for it; import without a mapping, or go on in a loop of "
         "your own"

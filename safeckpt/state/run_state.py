@@ -296,7 +296,8 @@ def plan(
             found += RngStreams.check(rng)
         found += _check_ties(reserved["ties"], pairs)
         found += _check_gradients(reserved["gradients"], pairs)
-        found += _check_drivers(wanted, components, reserved["components"])
+        if is_partial:
+            found += _check_drivers([component for component, _ in pairs], components)
         aliases = Aliases(pairs, fresh_entries)
         found += aliases.check()
         if found:
@@ -367,16 +368,16 @@ def _keep_entries(component: Component, captured: Captured, entries: Collection[
         ) from None
 
 
-def _check_drivers(wanted: Collection[str], components: Mapping[str, Component], saved: Collection[str]) -> list[str]:
+def _check_drivers(driving: list[Component], components: Mapping[str, Component]) -> list[str]:
     """Refuse a scheduler without its optimizer: it would go on from a rate that the optimizer does not have."""
-    left_out = {id(one.obj): name for name, one in components.items() if name in saved and name not in wanted}
+    restored = {id(component.obj) for component in driving}
+    owners = {id(component.obj): name for name, component in components.items()}
     found = []
-    for component in [components[name] for name in wanted]:
-        name = left_out.get(id(getattr(component.obj, "optimizer", None)))
-        if component.kind == "scheduler" and name is not None:
-            found.append(
-                f"{component.name}: its learning rate is in {name}, which stays as it is; restore both, or neither"
-            )
+    for component in driving:
+        driven = getattr(component.obj, "optimizer", None)
+        if component.kind == "scheduler" and id(driven) in owners and id(driven) not in restored:
+            name = owners[id(driven)]
+            found.append(f"{component.name}: its learning rate is in {name}, which is not in only=; add {name!r}")
     return found
 
 
