@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -69,7 +70,8 @@ def _rebuild_tensor(storage: torch.TypedStorage, offset: int, size: Any, stride:
         stride: The stride.
         rest: Whether it requires a gradient, hooks, and flags.
     """
-    if any(rest):
+    is_bare = len(rest) in (2, 3) and rest[0] is False and type(rest[1]) is OrderedDict and not any(rest[1:])
+    if not is_bare:  # its errors are torch's, too
         return rebuild_tensor_v2(storage, offset, size, stride, *rest)  # type: ignore[no-any-return]
     memory = untyped_of(storage)
     return torch.empty(0, dtype=storage.dtype, device=memory.device).set_(memory, offset, size, stride)
