@@ -554,7 +554,7 @@ class Saver:
         if section.result.failed_late:
             with group.section(f"{what}: after the commit"):
                 if late:
-                    raise late[0]
+                    raise late.pop()  # kept in a list of this frame, its traceback would keep files open
         self._mirror(group, what, step)
         return written
 
