@@ -137,10 +137,8 @@ class Restorer:
         run, step = self._run, restored.checkpoint.step
         listed = run.directory.files.steps() if run.is_rank_zero else ()  # the others write nothing
         run.loss_limit.restore(restored.plan.recent_losses)
-        run.timeline.is_imported = bool(restored.plan.imported)
-        run.timeline.restored_to(
-            restored.checkpoint, {one for one in listed if one <= step or one in restored.steps_before}
-        )
+        known = {one for one in listed if one <= step or one in restored.steps_before}
+        run.timeline.restored_to(restored.checkpoint, known, is_imported=bool(restored.plan.imported))
 
     def apply_newest(
         self, wanted: Wanted, note: Callable[[Restored], None], *, look_further: bool = False

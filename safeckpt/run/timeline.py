@@ -35,13 +35,12 @@ class Timeline:
     Attributes:
         mixture: The objects that are of no one state; cleared when the run stands at a checkpoint again.
         streams: The random streams of the restored checkpoint, where they are to be set later; None where they are set.
-        is_imported: Whether the newest checkpoint was imported, and lacks what its source had not saved.
     """
 
     def __init__(self, schedule: SaveSchedule) -> None:
         self.mixture = Mixture()
         self.streams: dict[str, Any] | None = None
-        self.is_imported = False
+        self._is_imported = False
         self._schedule = schedule
         self._run_id: str | None = None
         self._step = 0
@@ -97,6 +96,11 @@ class Timeline:
         return self._superseded_steps
 
     @property
+    def is_imported(self) -> bool:
+        """Whether the newest checkpoint was imported, and lacks what its source had not saved."""
+        return self._is_imported
+
+    @property
     def is_closed(self) -> bool:
         """Whether the manager is closed."""
         return self._is_closed
@@ -128,7 +132,7 @@ class Timeline:
         self._step = max(self._step, checkpoint.step)  # written in the background, training may be further
         self._has_progress = True
         self._known_steps.add(checkpoint.step)
-        self.is_imported = False
+        self._is_imported = False
         if self._refusal is not None and self._refusal.step <= checkpoint.step:
             self._refusal = None
         self._rollbacks.clear()
@@ -142,13 +146,15 @@ class Timeline:
         """Note that the caller went on after a refusal."""
         self._refusal = None
 
-    def restored_to(self, checkpoint: Checkpoint, known_steps: Collection[int]) -> None:
+    def restored_to(self, checkpoint: Checkpoint, known_steps: Collection[int], *, is_imported: bool) -> None:
         """Go on from a checkpoint that was restored whole.
 
         Args:
             checkpoint: The checkpoint.
             known_steps: Steps in the directory that belong to its run. Those above it are superseded.
+            is_imported: Whether another tool had saved its state.
         """
+        self._is_imported = is_imported
         self._run_id = checkpoint.run_id
         self._step = self._saved_step = checkpoint.step
         self._has_progress = True
